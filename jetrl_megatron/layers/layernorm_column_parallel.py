@@ -1,0 +1,72 @@
+"""Norm and column-parallel linear in one module, with the state-dict keys of TransformerEngine's fused layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from jetrl_megatron.layers.column_parallel import JetRLColumnParallelLinear
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class JetRLLayerNormColumnParallelLinear(JetRLColumnParallelLinear):
+    """Drop-in for Megatron's TELayerNormColumnParallelLinear.
+
+    The norm (`config.normalization`, RMSNorm or LayerNorm) runs in float32 and its result is rounded to the input's
+    dtype; parameters `layer_norm_weight` (and `layer_norm_bias`) [input_size] are replicated over tensor-parallel ranks.
+
+    Raises:
+        ValueError: `config.normalization` is neither RMSNorm nor LayerNorm.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        if config.normalization not in ("RMSNorm", "LayerNorm"):
+            raise ValueError(f"config.normalization={config.normalization!r}: use 'RMSNorm' or 'LayerNorm'")
+        options = {"device": self.weight.device, "dtype": config.params_dtype}
+        start = torch.zeros if config.layernorm_zero_centered_gamma else torch.ones
+        self.layer_norm_weight = torch.nn.Parameter(start(input_size, **options))
+        self.layer_norm_weight.sequence_parallel = self.sequence_parallel
+        if config.normalization == "LayerNorm":
+            self.layer_norm_bias = torch.nn.Parameter(torch.zeros(input_size, **options))
+            self.layer_norm_bias.sequence_parallel = self.sequence_parallel
+        else:
+            self.register_parameter("layer_norm_bias", None)
+
+    def _normalize(self, x: torch.Tensor) -> torch.Tensor:
+        config: Any = self.config
+        weight = self.layer_norm_weight.float()
+        if config.layernorm_zero_centered_gamma:
+            weight = weight + 1
+        size, eps = (self.input_size,), config.layernorm_epsilon
+        if self.layer_norm_bias is None:
+            return F.rms_norm(x.float(), size, weight, eps).to(x.dtype)
+        return F.layer_norm(x.float(), size, weight, self.layer_norm_bias.float(), eps).to(x.dtype)
+
+    def forward(
+        self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Norm, then the linear: see `JetRLColumnParallelLinear`."""
+        result: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
+            self._normalize(input_), weight, runtime_gather_output
+        )
+        return result
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Weight and bias sharded along axis 0, the norm replicated."""
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0, "bias": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+        return sharded

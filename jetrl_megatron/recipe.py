@@ -1,0 +1,192 @@
+"""The recipe: the one object that decides every bit of blockwise FP8.
+
+Training layers, converter, weight sync and the engine settings read it; nothing else owns a block size, a largest
+value, a floor or a scale format. The module imports the standard library alone, so that every process of a job can
+read a recipe, whatever it has installed.
+
+"scale" always means the multiplier that dequantises: value = code * scale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "element_format": ("float8_e4m3fn",),
+    "scale_format": ("ue8m0", "fp32"),
+    "dgrad": ("fp8", "bf16"),
+    "wgrad": ("fp8", "bf16"),
+    "saved_activation": ("fp8", "bf16"),
+    "wgrad_gradient_source": ("bf16", "fp8"),
+}
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fp8BlockRecipe:
+    """Blockwise FP8: weights in tiles of `block` x `block`, activations and gradients in groups of 1 x `block`.
+
+    Fields:
+        element_format: storage format of the codes. Largest finite value: `element_max`.
+        block: edge of a weight tile and length of an activation group, in elements.
+        scale_format: "ue8m0" (a power of two, kept in float32) or "fp32" (amax / element_max).
+        element_max: largest code value; casts saturate here.
+        ue8m0_weight_max: an ue8m0 weight scale is the smallest power of two >= amax / ue8m0_weight_max. 464 is the
+            largest value that rounds to 448, so an engine that requantises a stored tile finds nothing to change.
+        weight_amax_floor, activation_amax_floor: smallest amax that a scale is computed from. The first is the floor of
+            vLLM's load-time requantiser, the second that of its activation quantiser.
+        activation_scale_floor: an ue8m0 activation scale is raised to this before it is rounded up.
+        dgrad, wgrad: "fp8", or "bf16" as an ablation of that GEMM.
+        saved_activation: "fp8" keeps the codes that fprop used; "bf16" keeps the input itself (ablation).
+        wgrad_gradient_source: what the M-grouped codes of dy are made from: dy itself ("bf16"), or its N-grouped FP8
+            copy ("fp8", ablation).
+        num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: decoder layers that stay BF16, in training and export.
+        ignore: glob patterns over Megatron module names ("decoder.layers.0.mlp.linear_fc2", "*.linear_proj"): linears
+            that stay BF16, in training and export. A pattern matches a whole name.
+
+    Raises:
+        ValueError: a field holds a value outside its choices or range.
+    """
+
+    element_format: str = "float8_e4m3fn"
+    block: int = 128
+    scale_format: str = "ue8m0"
+    element_max: float = 448.0
+    ue8m0_weight_max: float = 464.0
+    weight_amax_floor: float = 1e-4
+    activation_amax_floor: float = 1e-10
+    activation_scale_floor: float = 1e-10
+    dgrad: str = "fp8"
+    wgrad: str = "fp8"
+    saved_activation: str = "fp8"
+    wgrad_gradient_source: str = "bf16"
+    num_layers_at_start_in_bf16: int = 0
+    num_layers_at_end_in_bf16: int = 0
+    ignore: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field, allowed in _CHOICES.items():
+            value = getattr(self, field)
+            if value not in allowed:
+                raise ValueError(f"{field}={value!r} is not supported: use one of {', '.join(map(repr, allowed))}")
+        for field in ("element_max", "ue8m0_weight_max", "weight_amax_floor", "activation_amax_floor", "block"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"{field}={getattr(self, field)!r} must be greater than zero; the default is safe")
+        for field in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field}={getattr(self, field)} counts layers: use 0 or more")
+        if isinstance(self.ignore, str):
+            raise ValueError(f"ignore={self.ignore!r} must be a list of patterns: write ignore=({self.ignore!r},)")
+        object.__setattr__(self, "ignore", tuple(self.ignore))
+
+    @property
+    def weight_block(self) -> tuple[int, int]:
+        """Shape of one weight tile: (rows, columns)."""
+        return self.block, self.block
+
+    @property
+    def activation_block(self) -> tuple[int, int]:
+        """Shape of one activation or gradient group: (rows, columns)."""
+        return 1, self.block
+
+    def quantizes(self, module_name: str, num_layers: int) -> bool:
+        """Whether the linear with this Megatron name runs in FP8.
+
+        Args:
+            module_name: global module name, e.g. "decoder.layers.3.self_attention.linear_qkv".
+            num_layers: decoder layers of the whole model, all pipeline stages together.
+        """
+        layer = _LAYER.match(module_name)
+        if layer:
+            first_of_end = num_layers - self.num_layers_at_end_in_bf16
+            if not self.num_layers_at_start_in_bf16 <= int(layer[1]) < first_of_end:
+                return False
+        return not any(fnmatchcase(module_name, pattern) for pattern in self.ignore)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, ready for JSON."""
+        return {**dataclasses.asdict(self), "ignore": list(self.ignore)}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Fp8BlockRecipe:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: a key is no field of the recipe.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(fields) - known)
+        if unknown:
+            raise ValueError(f"recipe fields {unknown} are unknown: use {', '.join(sorted(known))}")
+        return cls(**fields)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all fields, 16 hexadecimal digits: equal fingerprints mean equal bytes."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def require_same(self, other: Fp8BlockRecipe, *, ours: str, theirs: str) -> None:
+        """Checks that two sides use one recipe.
+
+        Args:
+            ours, theirs: what each side is called in the error, e.g. "training" and "checkpoint /ckpt".
+
+        Raises:
+            ValueError: the fingerprints differ; the message names each differing field with both values.
+        """
+        if self.fingerprint == other.fingerprint:
+            return
+        mine, yours = self.to_dict(), other.to_dict()
+        fields = "; ".join(f"{key}: {mine[key]!r} != {yours[key]!r}" for key in mine if mine[key] != yours[key])
+        raise ValueError(
+            f"recipe fingerprint {self.fingerprint} ({ours}) != {other.fingerprint} ({theirs}): {fields}. "
+            f"Use one recipe on both sides: export again, or build the model with the recipe of {theirs}"
+        )
+
+    def to_vllm_quantization_config(self, ignored_layers: tuple[str, ...] = ()) -> dict[str, Any]:
+        """`quantization_config` of an exported config.json: what vLLM, SGLang and transformers call block FP8.
+
+        Args:
+            ignored_layers: Hugging Face module names that stay BF16. vLLM reads `ignored_layers`, transformers reads
+                `modules_to_not_convert`; both match whole names.
+        """
+        config: dict[str, Any] = {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "weight_block_size": list(self.weight_block),
+        }
+        if ignored_layers:
+            config["ignored_layers"] = list(ignored_layers)
+            config["modules_to_not_convert"] = list(ignored_layers)
+        return config
+
+    def to_vllm_env(self) -> dict[str, str]:
+        """Environment of a vLLM process that serves this recipe.
+
+        `VLLM_USE_DEEP_GEMM_E8M0` on: vLLM rounds activation scales, and requantises weights, to powers of two.
+        """
+        return {"VLLM_USE_DEEP_GEMM_E8M0": "1" if self.scale_format == "ue8m0" else "0"}
+
+
+JETRL_FP8 = Fp8BlockRecipe()
+"""The default recipe: ue8m0 scales, all three GEMMs in FP8, saved activations in FP8."""
+
+_PRECISIONS: dict[str, Fp8BlockRecipe | None] = {"bf16": None, "jetrl_fp8": JETRL_FP8}
+
+
+def recipe_for_precision(precision: str) -> Fp8BlockRecipe | None:
+    """The recipe behind a `precision:` key of a configuration file; None for plain BF16.
+
+    Raises:
+        ValueError: the name is unknown; the message lists the allowed ones.
+    """
+    if precision not in _PRECISIONS:
+        raise ValueError(f"precision: {precision!r} is unknown: use one of {', '.join(sorted(_PRECISIONS))}")
+    return _PRECISIONS[precision]

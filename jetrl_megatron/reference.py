@@ -1,0 +1,121 @@
+"""The readable truth: quantisers and GEMM in plain torch, on any device.
+
+Every kernel of the project is byte-equal to the quantisers here. The GEMM sums exactly: it forms the sum in float64 and
+rounds once, so a row of the result does not depend on how many rows there are, nor on the machine.
+"""
+
+# Shape suffixes: M rows of an activation, N and K rows and columns of a weight, R and C rows and columns of either,
+# Mb, Nb, Kb, Rb, Cb the same counted in blocks.
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from jetrl_megatron.recipe import Fp8BlockRecipe
+from jetrl_megatron.tensor import BlockScaledTensor, ceil_div
+
+_MANTISSA_BITS = 23
+_MANTISSA_MASK = (1 << _MANTISSA_BITS) - 1
+
+
+def round_up_to_power_of_two(x: torch.Tensor) -> torch.Tensor:
+    """Smallest power of two >= x, on the exponent bits: exact for every positive normal float32.
+
+    float32 `ceil(log2(x))` is not: it takes 0x3c000001 to 2^-7 instead of 2^-6. NaN and infinity stay what they are.
+
+    Args:
+        x: float32, any shape, positive.
+    """
+    bits = x.view(torch.int32)
+    raised = ((bits + _MANTISSA_MASK) >> _MANTISSA_BITS) << _MANTISSA_BITS
+    return torch.where(torch.isfinite(x), raised.view(torch.float32), x)
+
+
+def weight_scale(amax: torch.Tensor, recipe: Fp8BlockRecipe) -> torch.Tensor:
+    """Scale of weight tiles from their amax, float32 in and out, any shape."""
+    # A tensor divisor: with a Python scalar CUDA multiplies by the reciprocal, which is another number.
+    floored = amax.clamp_min(recipe.weight_amax_floor)
+    if recipe.scale_format == "fp32":
+        return floored / torch.full_like(amax, recipe.element_max)
+    return round_up_to_power_of_two(floored / torch.full_like(amax, recipe.ue8m0_weight_max))
+
+
+def activation_scale(amax: torch.Tensor, recipe: Fp8BlockRecipe) -> torch.Tensor:
+    """Scale of activation or gradient groups from their amax, float32 in and out, any shape.
+
+    Bit for bit vLLM's CUDA operator `per_token_group_fp8_quant` for BF16 inputs.
+    """
+    scale = amax.clamp_min(recipe.activation_amax_floor) / torch.full_like(amax, recipe.element_max)
+    if recipe.scale_format == "fp32":
+        return scale
+    return round_up_to_power_of_two(scale.clamp_min(recipe.activation_scale_floor))
+
+
+def saturating_cast(x: torch.Tensor, recipe: Fp8BlockRecipe) -> torch.Tensor:
+    """float8_e4m3fn codes of float32 values, nearest-even, clamped to +-element_max. NaN stays NaN."""
+    return x.clamp(-recipe.element_max, recipe.element_max).to(torch.float8_e4m3fn)
+
+
+def _blocked(x_RC: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """float32 [Rb, block[0], Cb, block[1]], ragged edges padded with zero."""
+    rows, columns = x_RC.shape
+    pad_rows = ceil_div(rows, block[0]) * block[0] - rows
+    pad_columns = ceil_div(columns, block[1]) * block[1] - columns
+    padded = F.pad(x_RC.to(torch.float32), (0, pad_columns, 0, pad_rows))
+    return padded.view(padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1])
+
+
+def block_amax(x_RC: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Largest magnitude of each block, float32 [Rb, Cb]; NaN where the block holds one."""
+    if x_RC.numel() == 0:
+        rows, columns = ceil_div(x_RC.shape[0], block[0]), ceil_div(x_RC.shape[1], block[1])
+        return x_RC.new_zeros(rows, columns, dtype=torch.float32)
+    return _blocked(x_RC, block).abs().amax(dim=(1, 3))
+
+
+def encode(
+    x_RC: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], recipe: Fp8BlockRecipe
+) -> BlockScaledTensor:
+    """Codes of x for given scales: saturating cast of x / scale (true division).
+
+    Args:
+        x_RC: any float dtype [R, C].
+        scale: float32 [ceil(R / block[0]), ceil(C / block[1])].
+    """
+    rows, columns = x_RC.shape
+    scaled = _blocked(x_RC, block) / scale[:, None, :, None]
+    codes = saturating_cast(scaled.flatten(2).flatten(0, 1), recipe)[:rows, :columns]
+    return BlockScaledTensor(codes.contiguous(), scale, block, recipe)
+
+
+def quantize_weight(
+    w_NK: torch.Tensor, recipe: Fp8BlockRecipe, *, amax: torch.Tensor | None = None
+) -> BlockScaledTensor:
+    """See `jetrl_megatron.ops.quantize_weight`."""
+    w_NK = w_NK.detach().to(torch.bfloat16)
+    if amax is None:
+        amax = block_amax(w_NK, recipe.weight_block)
+    return encode(w_NK, weight_scale(amax, recipe), recipe.weight_block, recipe)
+
+
+def quantize_activation(
+    x_MK: torch.Tensor, recipe: Fp8BlockRecipe, *, amax: torch.Tensor | None = None
+) -> BlockScaledTensor:
+    """See `jetrl_megatron.ops.quantize_activation`; x is a matrix here."""
+    x_MK = x_MK.detach()
+    if amax is None:
+        amax = block_amax(x_MK, recipe.activation_block)
+    return encode(x_MK, activation_scale(amax, recipe), recipe.activation_block, recipe)
+
+
+def gemm_nt(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
+    """a b^T, summed in float64 and rounded once to float32: float32 [M, N].
+
+    A product of two codes is exact in float64 and so, for all practical ranges, is their sum, which makes the result
+    independent of the order of summation, of M and of the machine.
+
+    Args:
+        a_MK, b_NK: dequantised operands, float64.
+    """
+    return (a_MK @ b_NK.t()).to(torch.float32)

@@ -1,0 +1,212 @@
+"""FProp, DGrad and WGrad against float64, accumulation, ablations."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from jetrl_megatron import JETRL_FP8, Fp8BlockRecipe, quantize_activation, quantize_weight
+from jetrl_megatron.autograd import LinearPlan, block_fp8_linear
+from jetrl_megatron.layout import TileLayout, plain_layout, qkv_layout
+from jetrl_megatron.ops import select
+from jetrl_megatron.ops.alignment import Alignment
+
+CPU = torch.device("cpu")
+LAYOUTS = {
+    "aligned": plain_layout(256, rank=0, world=1, block=128),
+    "ragged": plain_layout(200, rank=0, world=1, block=128),
+    "qkv_d128": qkv_layout(4, 2, 128, rank=0, world=1, block=128),
+    "qkv_d64": qkv_layout(6, 3, 64, rank=0, world=1, block=128),
+}
+K = 384
+
+
+def make_plan(rows: TileLayout, recipe: Fp8BlockRecipe = JETRL_FP8, columns: int = K) -> LinearPlan:
+    column_layout = plain_layout(columns, rank=0, world=1, block=recipe.block)
+    return LinearPlan(
+        recipe, select(recipe, CPU), Alignment(rows, None, CPU), Alignment(column_layout, None, CPU), None
+    )
+
+
+def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+class Problem:
+    """One linear with its three results and the float64 results on the same dequantised operands."""
+
+    def __init__(self, rows: TileLayout, recipe: Fp8BlockRecipe, tokens: tuple[int, ...] = (37, 3)) -> None:
+        torch.manual_seed(0)
+        self.plan = make_plan(rows, recipe)
+        self.weight = torch.nn.Parameter((torch.randn(rows.stored, K) * 0.05).bfloat16())
+        self.x = torch.randn(*tokens, K).bfloat16().requires_grad_()
+        self.dy = torch.randn(*tokens, rows.stored).bfloat16()
+        self.main_grad = torch.zeros(rows.stored, K)
+        self.operand = self.plan.quantize_weight(self.weight)
+
+    def run(self) -> torch.Tensor:
+        y = block_fp8_linear(self.x, self.weight, None, self.operand, self.plan, main_grad=self.main_grad)
+        y.backward(self.dy)
+        return y.detach()
+
+    def exact(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows, recipe = self.plan.rows, self.plan.recipe
+        x, dy = self.x.detach().reshape(-1, K), self.dy.reshape(-1, self.weight.shape[0])
+        weight = self.operand.tensor.dequantize(torch.float64)
+        xq = quantize_activation(x, recipe).dequantize(torch.float64)
+        dyq = quantize_activation(rows.align(dy, 1), recipe).dequantize(torch.float64)
+        pad = -x.shape[0] % recipe.block
+        x_padded = torch.nn.functional.pad(xq.float(), (0, 0, 0, pad))
+        dy_padded = torch.nn.functional.pad(dy, (0, 0, 0, pad))
+        xt = quantize_activation(x_padded.t(), recipe).dequantize(torch.float64)
+        dyt = quantize_activation(dy_padded.t(), recipe).dequantize(torch.float64)
+        return rows.restore(xq @ weight.t(), 1), dyq @ weight, dyt @ xt.t()
+
+
+@pytest.mark.parametrize("scale_format", ["ue8m0", "fp32"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_linear_against_float64_on_dequantised_operands_close(name, scale_format):
+    problem = Problem(LAYOUTS[name], Fp8BlockRecipe(scale_format=scale_format))
+    y = problem.run()
+    fprop, dgrad, wgrad = problem.exact()
+    # BF16 keeps 8 bits, so its rounding alone is up to 2^-9 per element; main_grad is FP32.
+    assert relative_error(y.reshape(fprop.shape), fprop) < 3e-3
+    assert relative_error(problem.x.grad.reshape(dgrad.shape), dgrad) < 3e-3
+    assert relative_error(problem.main_grad, wgrad) < 1e-5
+
+
+def test_linear_qkv_scales_are_those_of_q_k_v_exact():
+    # head_dim 64: the stored interleave shares tiles between q, k and v; the operand must not.
+    heads, groups, d = 6, 3, 64
+    q, k, v = (torch.randn(n, K).bfloat16() * scale for n, scale in ((384, 1), (192, 8), (192, 0.1)))
+    stored = torch.cat([torch.cat(p) for p in zip(q.chunk(groups), k.chunk(groups), v.chunk(groups), strict=True)])
+    layout = qkv_layout(heads, groups, d, rank=0, world=1, block=128)
+    tensor = make_plan(layout).quantize_weight(stored).tensor
+    assert layout.aligned == 384 + 256 + 192  # k ends mid-tile, so v starts at the next tile
+    assert tensor.narrow(0, 0, 384).equal(quantize_weight(q))
+    assert tensor.narrow(0, 384, 192).equal(quantize_weight(k))
+    assert tensor.narrow(0, 640, 192).equal(quantize_weight(v))
+
+
+def test_linear_accumulates_over_microbatches():
+    problem = Problem(LAYOUTS["aligned"], JETRL_FP8)
+    problem.run()
+    once = problem.main_grad.clone()
+    for _ in range(3):
+        problem.run()
+    assert relative_error(problem.main_grad, 4 * once) < 1e-6
+    assert problem.weight.grad_added_to_main_grad
+
+
+def test_linear_returns_gradient_without_main_grad():
+    problem = Problem(LAYOUTS["aligned"], JETRL_FP8)
+    problem.run()
+    expected = problem.main_grad.bfloat16()
+    block_fp8_linear(problem.x, problem.weight, None, problem.operand, problem.plan).backward(problem.dy)
+    other = Problem(LAYOUTS["aligned"], JETRL_FP8)
+    block_fp8_linear(other.x, other.weight, None, other.operand, other.plan).backward(other.dy)
+    assert other.weight.grad.dtype == torch.bfloat16
+    assert torch.equal(other.weight.grad, expected)
+
+
+def test_linear_frozen_weight_gives_dx_and_saves_nothing():
+    problem = Problem(LAYOUTS["aligned"], JETRL_FP8)
+    problem.run()
+    dx = problem.x.grad.clone()
+    frozen = Problem(LAYOUTS["aligned"], JETRL_FP8)
+    frozen.weight.requires_grad_(False)
+    y = block_fp8_linear(
+        frozen.x, frozen.weight, None, frozen.operand, frozen.plan, main_grad=frozen.main_grad
+    )
+    assert y.grad_fn.saved_tensors == ()
+    y.backward(frozen.dy)
+    assert torch.equal(frozen.x.grad, dx)
+    assert frozen.weight.grad is None and not frozen.main_grad.any()
+
+
+def test_linear_saves_codes_not_bf16():
+    problem = Problem(LAYOUTS["aligned"], JETRL_FP8)
+    y = block_fp8_linear(problem.x, problem.weight, None, problem.operand, problem.plan)
+    assert [t.dtype for t in y.grad_fn.saved_tensors] == [torch.float8_e4m3fn, torch.float32]
+    assert y.grad_fn.saved_tensors[0].shape == (37 * 3, K)
+
+
+def test_linear_bias_and_its_gradient():
+    problem = Problem(LAYOUTS["qkv_d64"], JETRL_FP8)
+    bias = torch.randn(problem.weight.shape[0]).bfloat16().requires_grad_()
+    y = block_fp8_linear(problem.x, problem.weight, bias, problem.operand, problem.plan)
+    y.backward(problem.dy)
+    assert torch.equal(y.detach(), problem.run() + bias.detach())
+    assert relative_error(bias.grad, problem.dy.double().reshape(-1, bias.numel()).sum(0)) < 4e-3
+
+
+def test_linear_strided_gradient_exact():
+    problem, strided = (Problem(LAYOUTS["aligned"], JETRL_FP8, tokens=(96,)) for _ in range(2))
+    problem.run()
+    strided.dy = strided.dy.t().contiguous().t()
+    strided.x = strided.x.detach().t().contiguous().t().requires_grad_()
+    strided.run()
+    assert torch.equal(strided.main_grad, problem.main_grad)
+    assert torch.equal(strided.x.grad, problem.x.grad)
+
+
+def test_linear_token_padding_changes_nothing_exact():
+    short, padded = (Problem(LAYOUTS["aligned"], JETRL_FP8, tokens=(201,)) for _ in range(2))
+    short.run()
+    with torch.no_grad():
+        padded.x = torch.cat([short.x.detach(), torch.zeros(55, K).bfloat16()]).requires_grad_()
+        padded.dy = torch.cat([short.dy, torch.zeros(55, 256).bfloat16()])
+    padded.run()
+    assert torch.equal(short.main_grad, padded.main_grad)
+
+
+def test_linear_rows_do_not_depend_on_the_number_of_tokens_exact():
+    problem = Problem(LAYOUTS["aligned"], JETRL_FP8, tokens=(300,))
+    y = problem.run()
+    for rows in (1, 2, 17, 128):
+        part = block_fp8_linear(problem.x[:rows].detach(), problem.weight, None, problem.operand, problem.plan)
+        assert torch.equal(part, y[:rows])
+
+
+def test_linear_nan_in_gives_nan_out():
+    problem = Problem(LAYOUTS["aligned"], JETRL_FP8)
+    with torch.no_grad():
+        problem.x[0, 0, 0] = float("nan")
+    y = problem.run()
+    assert y[0, 0].isnan().all() and not y[1:].isnan().any()
+
+
+def test_linear_empty_batch():
+    problem = Problem(LAYOUTS["qkv_d64"], JETRL_FP8, tokens=(0, 2))
+    y = problem.run()
+    assert y.shape == (0, 2, problem.weight.shape[0])
+    assert problem.x.grad.shape == (0, 2, K) and not problem.main_grad.any()
+
+
+@pytest.mark.parametrize(
+    ("ablation", "changes"),
+    [
+        ({"dgrad": "bf16"}, {"dgrad"}),
+        ({"wgrad": "bf16"}, {"wgrad"}),
+        ({"saved_activation": "bf16"}, {"wgrad"}),
+        ({"wgrad_gradient_source": "fp8"}, {"wgrad"}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_linear_ablation_changes_its_own_pass_alone(ablation, changes):
+    base = Problem(LAYOUTS["qkv_d128"], JETRL_FP8)
+    other = Problem(LAYOUTS["qkv_d128"], dataclasses.replace(JETRL_FP8, **ablation))
+    y, y_other = base.run(), other.run()
+    results = {"fprop": (y, y_other), "dgrad": (base.x.grad, other.x.grad), "wgrad": (base.main_grad, other.main_grad)}
+    assert {name for name, (a, b) in results.items() if not torch.equal(a, b)} == changes
+    for a, b in results.values():
+        assert relative_error(b, a) < 0.06  # e4m3 rounding of two operands
+
+
+def test_linear_gradcheck_direction():
+    # The FP8 gradient must point along the true one; e4m3 rounding of both operands costs about 4%.
+    problem = Problem(LAYOUTS["qkv_d64"], JETRL_FP8)
+    problem.run()
+    x, dy = problem.x.detach().double().reshape(-1, K), problem.dy.double().reshape(-1, problem.weight.shape[0])
+    assert relative_error(problem.x.grad.reshape(-1, K), dy @ problem.weight.double()) < 0.05
+    assert relative_error(problem.main_grad, dy.t() @ x) < 0.05

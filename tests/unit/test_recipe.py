@@ -1,0 +1,95 @@
+"""The recipe: validation, fingerprint, projections."""
+
+import dataclasses
+
+import pytest
+
+from jetrl_megatron.recipe import JETRL_FP8, Fp8BlockRecipe, recipe_for_precision
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("scale_format", "e8m0", "'ue8m0', 'fp32'"),
+        ("element_format", "float8_e5m2", "'float8_e4m3fn'"),
+        ("wgrad", "fp16", "'fp8', 'bf16'"),
+    ],
+)
+def test_recipe_unknown_choice_names_value_and_choices(field, value, allowed):
+    with pytest.raises(ValueError, match=f"{field}='{value}' is not supported: use one of {allowed}"):
+        Fp8BlockRecipe(**{field: value})
+
+
+def test_recipe_fingerprint_covers_every_field():
+    changed = {
+        "element_max": 240.0,
+        "block": 64,
+        "scale_format": "fp32",
+        "ue8m0_weight_max": 448.0,
+        "weight_amax_floor": 1e-12,
+        "activation_amax_floor": 1e-12,
+        "activation_scale_floor": 1e-12,
+        "dgrad": "bf16",
+        "wgrad": "bf16",
+        "saved_activation": "bf16",
+        "wgrad_gradient_source": "fp8",
+        "num_layers_at_start_in_bf16": 1,
+        "num_layers_at_end_in_bf16": 1,
+        "ignore": ("*.linear_fc2",),
+    }
+    # element_format has one choice, so it cannot differ; every other field must change the fingerprint.
+    assert set(changed) == {field.name for field in dataclasses.fields(Fp8BlockRecipe)} - {"element_format"}
+    prints = {dataclasses.replace(JETRL_FP8, **{field: value}).fingerprint for field, value in changed.items()}
+    assert len(prints | {JETRL_FP8.fingerprint}) == len(changed) + 1
+
+
+def test_recipe_default_fingerprint_is_pinned():
+    # A change here is a change of bytes: it needs an entry under "Numerics" in CHANGELOG.md.
+    assert JETRL_FP8.fingerprint == "67a6d90aa006d1cf"
+
+
+def test_recipe_dict_round_trips():
+    recipe = Fp8BlockRecipe(scale_format="fp32", ignore=("a", "b"), num_layers_at_end_in_bf16=2)
+    assert Fp8BlockRecipe.from_dict(recipe.to_dict()) == recipe
+    with pytest.raises(ValueError, match=r"recipe fields \['scale'\] are unknown"):
+        Fp8BlockRecipe.from_dict({"scale": 1})
+
+
+def test_recipe_mismatch_names_field_and_both_values():
+    with pytest.raises(ValueError, match=r"training\) != .*checkpoint\): scale_format: 'ue8m0' != 'fp32'"):
+        JETRL_FP8.require_same(Fp8BlockRecipe(scale_format="fp32"), ours="training", theirs="checkpoint")
+    JETRL_FP8.require_same(Fp8BlockRecipe(), ours="training", theirs="checkpoint")
+
+
+def test_recipe_quantizes_by_layer_number_and_whole_names():
+    recipe = Fp8BlockRecipe(num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=2, ignore=("*.linear_fc2", "mlp"))
+    chosen = [recipe.quantizes(f"decoder.layers.{i}.mlp.linear_fc1", 12) for i in range(12)]
+    assert chosen == [False] + [True] * 9 + [False] * 2
+    assert not recipe.quantizes("decoder.layers.5.mlp.linear_fc2", 12)
+    assert recipe.quantizes("mtp.layers.0.mlp.linear_fc1", 12)
+
+
+def test_recipe_ignore_given_as_string_raises():
+    with pytest.raises(ValueError, match=r"write ignore=\('\*\.linear_fc2',\)"):
+        Fp8BlockRecipe(ignore="*.linear_fc2")  # type: ignore[arg-type]
+
+
+def test_precision_misspelt_lists_allowed_values():
+    assert recipe_for_precision("jetrl_fp8") == JETRL_FP8
+    assert recipe_for_precision("bf16") is None
+    with pytest.raises(ValueError, match="precision: 'jetrl-fp8' is unknown: use one of bf16, jetrl_fp8"):
+        recipe_for_precision("jetrl-fp8")
+
+
+def test_recipe_vllm_projection_is_complete():
+    config = JETRL_FP8.to_vllm_quantization_config(("model.layers.0.mlp.down_proj",))
+    assert config == {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+        "ignored_layers": ["model.layers.0.mlp.down_proj"],
+        "modules_to_not_convert": ["model.layers.0.mlp.down_proj"],
+    }
+    assert JETRL_FP8.to_vllm_env() == {"VLLM_USE_DEEP_GEMM_E8M0": "1"}
+    assert Fp8BlockRecipe(scale_format="fp32").to_vllm_env() == {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
