@@ -62,7 +62,7 @@ class LinearPlan:
 
 @dataclass(frozen=True)
 class Communication:
-    """What Megatron asks of one call: `sequence_parallel` gathers x and reduce-scatters dx, `allreduce_dgrad` sums dx."""
+    """What Megatron asks of one call: `sequence_parallel` gathers x and scatters dx, `allreduce_dgrad` sums dx."""
 
     sequence_parallel: bool = False
     allreduce_dgrad: bool = False
@@ -151,7 +151,7 @@ class BlockFp8Linear(torch.autograd.Function):
         return y_MN.view(*(leading if x.dim() > 1 else ()), *x.shape[1:-1], y_MN.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan, communication, recipe = ctx.plan, ctx.communication, ctx.plan.recipe
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dy_MN = as_matrix(dy).to(torch.bfloat16)
@@ -194,23 +194,24 @@ def _saved_input(ctx: Any, gather: _GatheredCodes | tuple[torch.Tensor, dist.Wor
         gathered, work = gather
         work.wait()
         return gathered
-    if ctx.plan.recipe.saved_activation == "bf16":
-        return ctx.saved_tensors[0]
+    plan: LinearPlan = ctx.plan
+    if plan.recipe.saved_activation == "bf16":
+        x_MK: torch.Tensor = ctx.saved_tensors[0]
+        return x_MK
     codes = _saved_codes(ctx) if gather is None else gather.wait()
-    return ctx.plan.columns.restore(codes.dequantize(), 1)
+    return plan.columns.restore(codes.dequantize(), 1)
 
 
 def _dgrad(ctx: Any, dy_MN: torch.Tensor, dy_codes: LinearOperand | None) -> torch.Tensor:
     plan: LinearPlan = ctx.plan
     if plan.recipe.dgrad == "bf16":
-        return dy_MN @ ctx.weight.detach().to(torch.bfloat16)
+        weight_NK: torch.Tensor = ctx.weight.detach().to(torch.bfloat16)
+        return dy_MN @ weight_NK
     assert dy_codes is not None
     return plan.columns.restore(gemm(dy_codes, ctx.operand.columns).to(torch.bfloat16), 1)
 
 
-def _wgrad(
-    plan: LinearPlan, dy_MN: torch.Tensor, dy_codes: LinearOperand | None, x_MK: torch.Tensor
-) -> torch.Tensor:
+def _wgrad(plan: LinearPlan, dy_MN: torch.Tensor, dy_codes: LinearOperand | None, x_MK: torch.Tensor) -> torch.Tensor:
     if plan.recipe.wgrad_gradient_source == "fp8":
         assert dy_codes is not None
         dy_MN = plan.rows.restore(dy_codes.tensor.dequantize(), 1)

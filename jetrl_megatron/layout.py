@@ -73,7 +73,9 @@ def _clip(runs: Iterable[Run], start: int, stop: int) -> list[Run]:
 def _layout(runs_of_rank: list[list[Run]], rank: int, sizes: tuple[int, ...], block: int) -> TileLayout:
     spans = [_spans(runs, len(sizes)) for runs in runs_of_rank]
     shared = any(_cuts_tile(span, size, block) for held in spans for span, size in zip(held, sizes, strict=True))
-    bases, tiles, aligned, first_tile = [], [], 0, 0
+    bases: list[int] = []
+    tiles: list[int] = []
+    aligned, first_tile = 0, 0
     for (start, stop), size in zip(spans[rank], sizes, strict=True):
         aligned = ceil_div(aligned, block) * block
         base = aligned - start // block * block

@@ -78,7 +78,7 @@ class _Swap:
         if isinstance(spec, functools.partial):
             arguments = [self(argument) for argument in spec.args]
             return functools.partial(self(spec.func), *arguments, **self._fields(spec.keywords))
-        if dataclasses.is_dataclass(spec):
+        if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
             names = [field.name for field in dataclasses.fields(spec) if field.init]
             return dataclasses.replace(spec, **self._fields({name: getattr(spec, name) for name in names}))
         if isinstance(spec, (list, tuple)):
@@ -135,10 +135,11 @@ def named_layer(layer: type) -> type:
 def jetrl_spec(spec: Any, recipe: Fp8BlockRecipe = JETRL_FP8) -> Any:
     """The same spec with FP8 linears.
 
-    Column- and RowParallelLinear, Megatron's own or TransformerEngine's, become JetRL's, wherever they stand in the tree;
-    TransformerEngine's fused norm + linear becomes one with the same state-dict keys, and its grouped experts become SequentialMLP. Norms, attention, routers, the
-    multi-token-prediction projection, Mamba and gated-delta-net mixers, embeddings and the output layer stay. Where
-    TransformerEngine is not installed, its norm and attention placeholders become Megatron's own modules.
+    Column- and RowParallelLinear, Megatron's own or TransformerEngine's, become JetRL's, wherever they stand in the
+    tree; TransformerEngine's fused norm + linear becomes one with the same state-dict keys, and its grouped experts
+    become SequentialMLP. Norms, attention, routers, the multi-token-prediction projection, Mamba and gated-delta-net
+    mixers, embeddings and the output layer stay. Where TransformerEngine is not installed, its norm and attention
+    placeholders become Megatron's own modules.
 
     Args:
         spec: ModuleSpec, a submodules dataclass, functools.partial, list, or class. Not modified.
@@ -212,7 +213,7 @@ class JetRLSpecProvider(LocalSpecProvider):
         return linear
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Callable[..., Any]:
-        """SequentialMLP over FP8 linears; there is no grouped FP8 MLP yet, so `moe_use_grouped_gemm` changes nothing."""
+        """SequentialMLP over FP8 linears; there is no grouped FP8 MLP, so `moe_use_grouped_gemm` changes nothing."""
         submodules = MLPSubmodules(
             linear_fc1=self._column, linear_fc2=self._row, activation_func=self.activation_func()
         )

@@ -76,8 +76,8 @@ class BlockScaledTensor:
         block = self.block[dim]
         if start % block:
             raise ValueError(
-                f"narrow(dim={dim}, start={start}) cuts a block of {block}: start at a multiple of {block}, or quantise "
-                "the part that you need"
+                f"narrow(dim={dim}, start={start}) cuts a block of {block}: start at a multiple of {block}, or "
+                "quantise the part that you need"
             )
         first, count = start // block, ceil_div(length, block)
         return BlockScaledTensor(

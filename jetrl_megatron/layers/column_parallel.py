@@ -46,19 +46,19 @@ class JetRLColumnParallelLinear(Fp8LinearMixin, ColumnParallelLinear):
         self.config = config
         self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
         rank, world = get_pg_rank(self.tp_group), get_pg_size(self.tp_group)
-        rows = self._row_layout(kwargs, rank, world, recipe.block)
+        rows = self._row_layout(output_size, kwargs, rank, world, recipe.block)
         self._init_fp8(recipe, rows, plain_layout(input_size, rank=0, world=1, block=recipe.block))
 
-    def _row_layout(self, kwargs: dict[str, Any], rank: int, world: int, block: int) -> TileLayout:
+    def _row_layout(self, rows: int, kwargs: dict[str, Any], rank: int, world: int, block: int) -> TileLayout:
         config: Any = self.config
         if kwargs.get("tp_comm_buffer_name") == "qkv":
             if getattr(config, "attention_output_gate", False):
                 raise ValueError(
-                    "config.attention_output_gate=True stores gates between q and k, which the FP8 layout does not know:"
-                    " put '*.linear_qkv' into the recipe's ignore list, or turn the gate off"
+                    "config.attention_output_gate=True stores gates between q and k, which the FP8 layout does not "
+                    "know: put '*.linear_qkv' into the recipe's ignore list, or turn the gate off"
                 )
             heads, groups = config.num_attention_heads, config.num_query_groups or config.num_attention_heads
             return qkv_layout(heads, groups, config.kv_channels, rank=rank, world=world, block=block)
         if kwargs.get("stride", 1) == 2:
-            return gated_layout(self.output_size // 2, rank=rank, world=world, block=block)
-        return plain_layout(self.output_size, rank=rank, world=world, block=block)
+            return gated_layout(rows // 2, rank=rank, world=world, block=block)
+        return plain_layout(rows, rank=rank, world=world, block=block)

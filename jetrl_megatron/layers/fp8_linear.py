@@ -80,7 +80,7 @@ class Fp8LinearMixin(torch.nn.Module):
         self.quantized = self.recipe.quantizes(name, num_layers)
 
     def plan(self, device: torch.device) -> LinearPlan:
-        """Backend and alignments for the device; made at the first call, since Megatron moves modules after building."""
+        """Backend and alignments for the device; made at the first call, since modules are moved after building."""
         if self._plan is None or self._plan.rows.tiles.device != device:
             rows, columns = (Alignment(layout, self.tp_group, device) for layout in self._layouts)
             self._plan = LinearPlan(self.recipe, select(self.recipe, device), rows, columns, self.tp_group)

@@ -18,7 +18,7 @@ class JetRLLayerNormColumnParallelLinear(JetRLColumnParallelLinear):
     """Drop-in for Megatron's TELayerNormColumnParallelLinear.
 
     The norm (`config.normalization`, RMSNorm or LayerNorm) runs in float32 and its result is rounded to the input's
-    dtype; parameters `layer_norm_weight` (and `layer_norm_bias`) [input_size] are replicated over tensor-parallel ranks.
+    dtype; `layer_norm_weight` (and `layer_norm_bias`), [input_size], are replicated over tensor-parallel ranks.
 
     Raises:
         ValueError: `config.normalization` is neither RMSNorm nor LayerNorm.
@@ -31,19 +31,21 @@ class JetRLLayerNormColumnParallelLinear(JetRLColumnParallelLinear):
         options = {"device": self.weight.device, "dtype": config.params_dtype}
         start = torch.zeros if config.layernorm_zero_centered_gamma else torch.ones
         self.layer_norm_weight = torch.nn.Parameter(start(input_size, **options))
-        self.layer_norm_weight.sequence_parallel = self.sequence_parallel
         if config.normalization == "LayerNorm":
             self.layer_norm_bias = torch.nn.Parameter(torch.zeros(input_size, **options))
-            self.layer_norm_bias.sequence_parallel = self.sequence_parallel
         else:
             self.register_parameter("layer_norm_bias", None)
+        for parameter in (self.layer_norm_weight, self.layer_norm_bias):
+            if parameter is not None:
+                # Megatron sums the gradients of such parameters over the parts of the sequence.
+                parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def _normalize(self, x: torch.Tensor) -> torch.Tensor:
         config: Any = self.config
         weight = self.layer_norm_weight.float()
         if config.layernorm_zero_centered_gamma:
             weight = weight + 1
-        size, eps = (self.input_size,), config.layernorm_epsilon
+        size, eps = weight.shape, config.layernorm_epsilon
         if self.layer_norm_bias is None:
             return F.rms_norm(x.float(), size, weight, eps).to(x.dtype)
         return F.layer_norm(x.float(), size, weight, self.layer_norm_bias.float(), eps).to(x.dtype)

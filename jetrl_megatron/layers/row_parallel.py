@@ -24,7 +24,7 @@ class JetRLRowParallelLinear(Fp8LinearMixin, RowParallelLinear):
         recipe: how to quantise.
 
     Input float [..., input_size / TP], output in the input's dtype [..., output_size]: each rank's partial sum is
-    rounded to BF16 and summed over the tensor-parallel group (reduce-scattered along axis 0 under sequence parallelism).
+    rounded to BF16 and summed over the tensor-parallel group (scattered along axis 0 under sequence parallelism).
 
     Raises:
         ValueError: `config.fp8` is set as well.

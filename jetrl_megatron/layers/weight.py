@@ -27,7 +27,7 @@ class VersionedParameter(torch.nn.Parameter):
     """
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         """The parameter's tensor without autograd history. Shares storage and version counter with earlier reads."""
         state = self.__dict__
         state["_reads"] = state.get("_reads", 0) + 1

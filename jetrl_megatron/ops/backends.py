@@ -1,7 +1,7 @@
 """Which implementation computes an operator: an ordered tuple of candidates, asked once.
 
-Every candidate answers `refusal()`: None, or why it cannot serve. All quantisers are byte-equal, so the choice among them
-is one of speed; a GEMM backend may serve a recipe only with the accumulation that the recipe's rollout uses.
+Every candidate answers `refusal()`: None, or why it cannot serve. All quantisers are byte-equal, so the choice among
+them is one of speed; a GEMM backend may serve a recipe only with the accumulation that the recipe's rollout uses.
 """
 
 from __future__ import annotations

@@ -115,9 +115,7 @@ def test_linear_frozen_weight_gives_dx_and_saves_nothing():
     dx = problem.x.grad.clone()
     frozen = Problem(LAYOUTS["aligned"], JETRL_FP8)
     frozen.weight.requires_grad_(False)
-    y = block_fp8_linear(
-        frozen.x, frozen.weight, None, frozen.operand, frozen.plan, main_grad=frozen.main_grad
-    )
+    y = block_fp8_linear(frozen.x, frozen.weight, None, frozen.operand, frozen.plan, main_grad=frozen.main_grad)
     assert y.grad_fn.saved_tensors == ()
     y.backward(frozen.dy)
     assert torch.equal(frozen.x.grad, dx)

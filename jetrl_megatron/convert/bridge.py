@@ -1,0 +1,207 @@
+"""Megatron-Bridge, importable on a machine without TransformerEngine.
+
+Megatron-Bridge maps Hugging Face tensors to Megatron parameters and back. Release 0.6 imports TransformerEngine
+unconditionally in one module, its LoRA layers, which conversion never runs. `import_bridge` gives that one module an
+inert stand-in, through the module's own `__import__`: nothing enters `sys.modules`, `importlib.util.find_spec` still
+answers None, and Megatron-core, vLLM and transformers go on seeing that TransformerEngine is absent.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import logging
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+SUPPORTED_BRIDGE = (0, 6)
+"""Release series of Megatron-Bridge whose imports and mappings this module knows: (major, minor)."""
+
+_TE = "transformer_engine"
+_NEEDS_TE_TO_IMPORT = "megatron.bridge.peft.lora_layers"
+_INSTALL = "install it with: pip install megatron-core omegaconf einops; pip install --no-deps 'megatron-bridge==0.6.*'"
+_JETRL_MODULE_TYPES = {
+    "JetRLColumnParallelLinear": "column",
+    "JetRLRowParallelLinear": "row",
+    # Bridge sends a fused class's layer_norm_weight to the replicated mapping by the class name's ending.
+    "JetRLLayerNormColumnParallelLinear": "column",
+}
+_HARMLESS_WARNINGS = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "absl.logging is not installed",
+    "Only transformer-engine>=",
+    # Docstrings of Megatron-core 0.19, compiled for the first time.
+    "invalid escape sequence",
+)
+_TALKATIVE_LOGGERS = (
+    # Says with a traceback which optional symbol of TransformerEngine it did without.
+    "megatron.bridge.utils.import_utils",
+    # Says that the CUDA toolkit is there and a CUDA device is not.
+    "torch.utils.cpp_extension",
+)
+_IMPORT_LOCK = threading.Lock()
+
+
+def import_bridge() -> ModuleType:
+    """Imports `megatron.bridge` and registers our linears with its mappings; calling it again costs nothing.
+
+    Returns:
+        The module `megatron.bridge`.
+
+    Raises:
+        ImportError: Megatron-core or Megatron-Bridge is not installed, or one of its own imports fails.
+        ValueError: Megatron-Bridge is another release than `SUPPORTED_BRIDGE`.
+    """
+    with _IMPORT_LOCK:
+        if "megatron.bridge" not in sys.modules:
+            _check_installed()
+            with quiet_megatron_imports(), _stand_in_for_transformer_engine():
+                _import_megatron_bridge()
+        bridge = sys.modules["megatron.bridge"]
+        _register_module_types()
+    return bridge
+
+
+@contextlib.contextmanager
+def quiet_megatron_imports() -> Iterator[None]:
+    """Keeps Megatron's imports, while entered, from warning of absent accelerators and from setting up logging."""
+    # megatron.training calls logging.basicConfig(INFO, stdout) at import: with a handler on the root it does nothing.
+    handler = logging.NullHandler()
+    logging.root.addHandler(handler)
+    loggers = [logging.getLogger(name) for name in _TALKATIVE_LOGGERS]
+    for logger in loggers:
+        logger.addFilter(_says_nothing)
+    try:
+        with warnings.catch_warnings():
+            for message in _HARMLESS_WARNINGS:
+                warnings.filterwarnings("ignore", message=message)
+            yield
+    finally:
+        logging.root.removeHandler(handler)
+        for logger in loggers:
+            logger.removeFilter(_says_nothing)
+
+
+def _says_nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
+def release_of(package: str) -> tuple[int, int, int]:
+    """The release of a Megatron package, read without importing it.
+
+    Args:
+        package: "megatron.core" or "megatron.bridge".
+
+    Returns:
+        (major, minor, patch).
+
+    Raises:
+        ImportError: the package is not installed.
+    """
+    spec = importlib.util.find_spec(package) if importlib.util.find_spec("megatron") else None
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError(f"{package} is not installed; {_INSTALL}")
+    # Read from the file that would be imported: a source tree on the path may have no installed metadata.
+    path = Path(spec.submodule_search_locations[0]) / "package_info.py"
+    info_spec = importlib.util.spec_from_file_location("_megatron_package_info", path)
+    assert info_spec is not None and info_spec.loader is not None
+    info = importlib.util.module_from_spec(info_spec)
+    info_spec.loader.exec_module(info)
+    return info.MAJOR, info.MINOR, info.PATCH
+
+
+def _check_installed() -> None:
+    release_of("megatron.core")
+    release = release_of("megatron.bridge")
+    if release[:2] != SUPPORTED_BRIDGE:
+        found, known = ".".join(map(str, release)), ".".join(map(str, SUPPORTED_BRIDGE))
+        raise ValueError(f"megatron-bridge {found} is installed; release {known}.x is supported: {_INSTALL}")
+
+
+def _import_megatron_bridge() -> None:
+    try:
+        # Core first: it decides once, at import, whether TransformerEngine is there.
+        importlib.import_module("megatron.core")
+        importlib.import_module("megatron.bridge")
+    except ImportError as error:
+        raise ImportError(
+            f"megatron.bridge is installed but does not import ({error}): it pins its dependencies exactly "
+            "(0.6.2 needs transformers==5.12.1, omegaconf and einops); install what its metadata names"
+        ) from error
+
+
+def _register_module_types() -> None:
+    mapping = importlib.import_module("megatron.bridge.models.conversion.param_mapping").AutoMapping
+    for name, parallelism in _JETRL_MODULE_TYPES.items():
+        mapping.register_module_type(name, parallelism)
+
+
+@contextlib.contextmanager
+def _stand_in_for_transformer_engine() -> Iterator[None]:
+    if importlib.util.find_spec(_TE) is not None:
+        yield
+        return
+    finder = _LoraLayersFinder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _AbsentType(type):
+    """Metaclass of the stand-in: every attribute is another absent class, and making an instance is an error."""
+
+    def __getattr__(cls, name: str) -> _AbsentType:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _AbsentType(f"{cls.__name__}.{name}", (), {})
+
+    def __call__(cls, *args: object, **kwargs: object) -> Any:
+        raise ImportError(f"{cls.__name__} needs TransformerEngine, which is not installed")
+
+
+class _LoraLayersFinder(importlib.abc.MetaPathFinder):
+    """Finds the one module of Megatron-Bridge that imports TransformerEngine unconditionally."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _NEEDS_TE_TO_IMPORT:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _StandInLoader(spec.loader)
+        return spec
+
+
+class _StandInLoader(importlib.abc.Loader):
+    """Executes a module whose own import statements find a stand-in for TransformerEngine."""
+
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        absent = _AbsentType(_TE, (), {})
+
+        def import_or_stand_in(name: str, *args: Any, **kwargs: Any) -> Any:
+            if name.partition(".")[0] == _TE:
+                return absent
+            return builtins.__import__(name, *args, **kwargs)
+
+        # An import statement looks `__import__` up in the globals of the module that it stands in.
+        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": import_or_stand_in}
+        self._loader.exec_module(module)

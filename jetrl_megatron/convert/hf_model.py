@@ -1,0 +1,108 @@
+"""What a Hugging Face configuration says about an export: its tensors, their shapes, and the files beside them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
+)
+_GENERATION_FILES = ("generation_config.json",)
+
+
+@dataclass(frozen=True)
+class HfModel:
+    """A model's Hugging Face side.
+
+    Attributes:
+        config: its configuration, without a quantization_config.
+        fields: the fields of config.json, as they stand in the folder where there is one.
+        folder: where the configuration was read from, or None.
+    """
+
+    config: PretrainedConfig
+    fields: dict[str, Any]
+    folder: Path | None
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding, so that the export has no lm_head tensor."""
+        return bool(self.config.tie_word_embeddings)
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor of the model in transformers, by name, a tied head included; nothing is allocated."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(self.config))
+        return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+    def files(self, tokenizer_from: str | os.PathLike[str] | None) -> list[Path]:
+        """Tokenizer, chat template and generation settings to copy beside the weights.
+
+        Args:
+            tokenizer_from: folder with the tokenizer; None takes the one beside config.json, if there is one.
+
+        Raises:
+            ValueError: `tokenizer_from` holds no tokenizer.
+        """
+        generation = _existing([self.folder, tokenizer_from], _GENERATION_FILES)[:1]
+        if tokenizer_from is None:
+            return _existing([self.folder], _TOKENIZER_FILES) + generation
+        tokenizer = _existing([tokenizer_from], _TOKENIZER_FILES)
+        if not tokenizer:
+            raise ValueError(
+                f"tokenizer folder {tokenizer_from} holds none of {', '.join(_TOKENIZER_FILES[:4])}: pass the folder "
+                "that tokenizer.save_pretrained wrote, or leave it out to export no tokenizer"
+            )
+        return tokenizer + generation
+
+
+def open_hf_model(source: PretrainedConfig | str | os.PathLike[str]) -> HfModel:
+    """Reads the configuration from a folder with a config.json, from that file, or from an object.
+
+    Raises:
+        ValueError: there is no config.json, or transformers does not know the model.
+    """
+    if isinstance(source, PretrainedConfig):
+        config, folder = copy.deepcopy(source), None
+        fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=True))
+    else:
+        folder = Path(source).parent if Path(source).name == "config.json" else Path(source)
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"{folder} has no config.json: pass the folder of the Hugging Face model")
+        fields = json.loads((folder / "config.json").read_text())
+        config = AutoConfig.from_pretrained(folder)
+    for holder in (fields, config.__dict__):
+        holder.pop("quantization_config", None)
+    if not fields.get("architectures"):
+        raise ValueError(
+            f"{folder or 'hf_config'}: config.json names no architectures, by which engines choose the model: add "
+            'e.g. "architectures": ["Qwen3ForCausalLM"]'
+        )
+    return HfModel(config, fields, folder)
+
+
+def _existing(folders: Iterable[str | os.PathLike[str] | None], names: Iterable[str]) -> list[Path]:
+    paths = [Path(folder) / name for folder in folders if folder is not None for name in names]
+    return [path for path in paths if path.exists()]

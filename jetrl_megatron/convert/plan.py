@@ -1,0 +1,137 @@
+"""What an export will hold, tensor by tensor, before the first byte is written."""
+
+# Shape suffixes: N rows and K columns of a weight.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from jetrl_megatron.convert.fp8_weights import WEIGHT, check_ignore, scale_name
+from jetrl_megatron.convert.hf_model import HfModel
+from jetrl_megatron.convert.mapping import HfMapping
+from jetrl_megatron.recipe import Fp8BlockRecipe
+from jetrl_megatron.tensor import ceil_div
+
+
+class TensorSpec(NamedTuple):
+    """Shape and dtype of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file, without header."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """The tensors of an export.
+
+    Attributes:
+        tensors: every tensor, by Hugging Face name.
+        ignored: Hugging Face module names that stay BF16, as engines want them listed; () where only the modules that
+            every engine leaves alone do.
+    """
+
+    tensors: Mapping[str, TensorSpec]
+    ignored: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec.nbytes for spec in self.tensors.values())
+
+    def check(self, name: str, tensor: torch.Tensor) -> None:
+        """Checks one tensor that is about to be written.
+
+        Raises:
+            ValueError: the export has no such tensor, or another shape or dtype for it.
+        """
+        spec = self.tensors.get(name)
+        if spec is None:
+            raise ValueError(
+                f"{name} is no tensor of the Hugging Face model: pass the --hf-config of the trained model"
+            )
+        if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+            raise ValueError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, and the export wants {spec.dtype} {list(spec.shape)}: "
+                "pass the --hf-config of the trained model"
+            )
+
+    def check_sources(self, names: Iterable[str]) -> None:
+        """Checks, before anything is read, that the source has exactly the tensors of the model.
+
+        Args:
+            names: Hugging Face names that the source's parameters go into, without scales.
+
+        Raises:
+            ValueError: a tensor is missing or unknown.
+        """
+        names = set(names)
+        unknown = sorted(names - set(self.tensors))
+        if unknown:
+            raise ValueError(
+                f"the source has {len(unknown)} tensors that the Hugging Face model has not, {_some(unknown)}: pass "
+                "the --hf-config of the trained model"
+            )
+        self.check_complete([*names, *map(scale_name, names)])
+
+    def check_complete(self, names: Iterable[str]) -> None:
+        """Checks that no tensor is missing.
+
+        Raises:
+            ValueError: some are; the message names the first ones.
+        """
+        missing = sorted(set(self.tensors) - set(names))
+        if missing:
+            raise ValueError(
+                f"the source lacks {len(missing)} tensors of the Hugging Face model, {_some(missing)}: pass the "
+                "--hf-config of the trained model, and a checkpoint that was saved whole"
+            )
+
+
+def plan_export(hf: HfModel, mapping: HfMapping, linears: Iterable[str], recipe: Fp8BlockRecipe) -> ExportPlan:
+    """Plans the export of a model.
+
+    Args:
+        linears: Megatron names of all decoder linears of the model.
+
+    Raises:
+        ValueError: a pattern of recipe.ignore matches none of them.
+    """
+    linears = sorted(set(linears))
+    check_ignore(recipe, linears)
+    quantized: set[str] = set()
+    ignored: list[str] = []
+    for module in linears:
+        weights = mapping.targets(module + WEIGHT)
+        if recipe.quantizes(module, mapping.num_layers):
+            quantized.update(weights)
+        else:
+            ignored += [name.removesuffix(WEIGHT) for name in weights]
+    tensors: dict[str, TensorSpec] = {}
+    for name in mapping.untied_names(hf.shapes):
+        shape = hf.shapes[name]
+        if name not in quantized:
+            tensors[name] = TensorSpec(shape, torch.float32 if mapping.keeps_float32(name) else torch.bfloat16)
+            continue
+        tensors[name] = TensorSpec(shape, torch.float8_e4m3fn)
+        scale_shape = tuple(ceil_div(size, block) for size, block in zip(shape, recipe.weight_block, strict=True))
+        tensors[scale_name(name)] = TensorSpec(scale_shape, torch.float32)
+    return ExportPlan(tensors, _with_head(ignored, mapping))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+def _with_head(ignored: list[str], mapping: HfMapping) -> tuple[str, ...]:
+    # transformers leaves the head alone by itself only as long as no list is given.
+    return (*ignored, mapping.head_module) if ignored else ()

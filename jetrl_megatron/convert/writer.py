@@ -1,0 +1,205 @@
+"""Writes an export: safetensors, config.json and the files beside them, all of it or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from jetrl_megatron.convert.hf_model import HfModel
+from jetrl_megatron.convert.plan import ExportPlan
+from jetrl_megatron.recipe import Fp8BlockRecipe
+
+SHARD_BYTES = 5 * 10**9
+"""Largest weight file, in bytes of tensors; a model that fits into one has no index."""
+
+_FORMAT_VERSION = 1
+
+
+def export_config(hf: HfModel, recipe: Fp8BlockRecipe, ignored: tuple[str, ...]) -> dict[str, Any]:
+    """config.json of an export.
+
+    Args:
+        ignored: Hugging Face module names that stay BF16.
+
+    Returns:
+        the model's own fields with "dtype" bfloat16, the recipe's "quantization_config", and "jetrl": version of this
+        format, the recipe's fields and its fingerprint.
+    """
+    fields = {key: value for key, value in hf.fields.items() if key != "torch_dtype"}
+    return {
+        **fields,
+        "dtype": "bfloat16",
+        "tie_word_embeddings": hf.tied,
+        "quantization_config": recipe.to_vllm_quantization_config(ignored),
+        "jetrl": {"version": _FORMAT_VERSION, "recipe": recipe.to_dict(), "fingerprint": recipe.fingerprint},
+    }
+
+
+def exported_recipe(folder: Path) -> Fp8BlockRecipe:
+    """The recipe that an export carries.
+
+    Raises:
+        ValueError: the folder is no export of this converter, or its recipe was edited.
+    """
+    if not _is_export(folder):
+        raise ValueError(f'{folder} is no export of this converter: its config.json has no "jetrl"')
+    stamp = json.loads((folder / "config.json").read_text(encoding="utf-8"))["jetrl"]
+    recipe = Fp8BlockRecipe.from_dict(stamp["recipe"])
+    if recipe.fingerprint != stamp["fingerprint"]:
+        raise ValueError(
+            f"{folder / 'config.json'}: the recipe has fingerprint {recipe.fingerprint}, and the file says "
+            f"{stamp['fingerprint']}: it was edited; export again"
+        )
+    return recipe
+
+
+def check_out(out: Path, *, force: bool) -> None:
+    """Checks that an export may be written to `out`.
+
+    Raises:
+        ValueError: something is there that may not be replaced, or the folder to write into does not exist.
+    """
+    if not out.parent.is_dir():
+        raise ValueError(f"{out.parent} is no folder: create it, or choose another place for the export")
+    if not os.path.lexists(out):
+        return
+    if not _is_export(out):
+        raise ValueError(f"{out} exists and is no export of this converter: choose another name, or remove it yourself")
+    if not force:
+        raise ValueError(f"{out} exists: choose another name, or replace the export with --force (force=True)")
+
+
+def write_export(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    out: Path,
+    *,
+    plan: ExportPlan,
+    config: dict[str, Any],
+    files: Sequence[Path] = (),
+    force: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Writes tensors, config.json and copied files into a new folder that gets its name when it is complete.
+
+    Args:
+        tensors: (Hugging Face name, tensor), in any order; held until a file is full.
+        out: the folder to make.
+        plan: what the tensors must be.
+        config: content of config.json.
+        files: files and folders to copy.
+        force: replace an export that is there already.
+        shard_bytes: largest weight file, in bytes of tensors.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: `out` is taken, or the tensors are not those of the plan. Nothing is left under `out` or beside it.
+    """
+    check_out(out, force=force)
+    with _new_folder(out) as folder:
+        _write_tensors(tensors, folder, plan, shard_bytes)
+        _write_json(folder / "config.json", config)
+        for path in files:
+            (shutil.copytree if path.is_dir() else shutil.copyfile)(path, folder / path.name)
+    return out
+
+
+def _write_tensors(
+    tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, plan: ExportPlan, shard_bytes: int
+) -> None:
+    shards: list[list[str]] = []
+    held: dict[str, torch.Tensor] = {}
+    held_bytes = 0
+    seen: set[str] = set()
+    # disable=None: no bar where nobody watches, e.g. in a log file.
+    with tqdm(total=plan.nbytes, unit="B", unit_scale=True, desc="export", disable=None) as progress:
+        for name, tensor in tensors:
+            plan.check(name, tensor)
+            if name in seen:
+                raise ValueError(f"{name} arrives twice: two parameters of the source map to it")
+            seen.add(name)
+            if held and held_bytes + tensor.nbytes > shard_bytes:
+                shards.append(_write_shard(folder, len(shards), held))
+                held, held_bytes = {}, 0
+            held[name] = _own_storage(tensor)
+            held_bytes += tensor.nbytes
+            progress.update(tensor.nbytes)
+    plan.check_complete(seen)
+    shards.append(_write_shard(folder, len(shards), held))
+    _name_shards(folder, shards, plan.nbytes)
+
+
+def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    # A part of a bigger tensor would keep all of it in memory, and safetensors refuses shared storage.
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _shard_path(folder: Path, index: int) -> Path:
+    return folder / f"{index}.partial"
+
+
+def _write_shard(folder: Path, index: int, held: dict[str, torch.Tensor]) -> list[str]:
+    save_file(held, _shard_path(folder, index), metadata={"format": "pt"})
+    _flush(_shard_path(folder, index))
+    return sorted(held)
+
+
+def _name_shards(folder: Path, shards: list[list[str]], nbytes: int) -> None:
+    if len(shards) == 1:
+        _shard_path(folder, 0).rename(folder / "model.safetensors")
+        return
+    where: dict[str, str] = {}
+    for index, names in enumerate(shards):
+        file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+        _shard_path(folder, index).rename(folder / file)
+        where.update(dict.fromkeys(names, file))
+    index_json = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(where.items()))}
+    _write_json(folder / "model.safetensors.index.json", index_json)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    _flush(path)
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _is_export(folder: Path) -> bool:
+    try:
+        return "jetrl" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
+@contextlib.contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that becomes `out` if the body succeeds and is removed if it does not."""
+    suffix = uuid.uuid4().hex[:8]
+    folder, replaced = out.with_name(f".{out.name}.partial-{suffix}"), out.with_name(f".{out.name}.replaced-{suffix}")
+    folder.mkdir()
+    try:
+        yield folder
+        if out.exists():
+            out.rename(replaced)
+        folder.rename(out)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        if replaced.exists() and not out.exists():
+            replaced.rename(out)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)

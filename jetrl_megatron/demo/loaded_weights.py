@@ -1,0 +1,139 @@
+"""What a vLLM engine holds: its FP8 linears under the names of the checkpoint, TP shards put together again.
+
+vLLM merges q, k, v and gate, up into one parameter and cuts them over TP ranks. `LoadedWeights` runs inside each
+worker and writes the rank's pieces to a file; `join_pieces` reads the files of all ranks back into logical matrices.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from jetrl_megatron.tensor import ceil_div
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+WORKER_EXTENSION = f"{__name__}.LoadedWeights"
+"""Value of vLLM's `worker_extension_cls`."""
+
+_FILE = "rank{}.safetensors"
+_SEPARATOR = "|"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One logical matrix inside a layer's parameter: rows start .. start + rows are piece `index` of `count`.
+
+    Attributes:
+        name: Hugging Face name of the linear, e.g. "model.layers.0.self_attn.q_proj".
+        dim: dimension of the logical matrix along which ranks hold pieces.
+    """
+
+    name: str
+    start: int
+    rows: int
+    dim: int
+    index: int
+    count: int
+
+
+class LoadedWeights:
+    """Methods that vLLM mixes into its worker class; call them through `collective_rpc`."""
+
+    model_runner: GPUModelRunner
+    rank: int
+
+    def jetrl_fp8_operators(self) -> dict[str, int]:
+        """How many FP8 linears of this rank run each kernel class."""
+        layers = _fp8_linears(self.model_runner.get_model())
+        return dict(Counter(type(layer.quant_method.fp8_linear).__name__ for _, layer in layers))
+
+    def jetrl_write_pieces(self, folder: str) -> None:
+        """Writes this rank's codes (as uint8) and scales to a file of its own in `folder`."""
+        model = self.model_runner.get_model()
+        packed = getattr(model, "packed_modules_mapping", {})
+        pieces = {}
+        for name, layer in _fp8_linears(model):
+            for cut in cuts(name, layer, packed):
+                pieces.update(_pieces(cut, layer))
+        save_file(pieces, Path(folder) / _FILE.format(self.rank))
+
+
+def _fp8_linears(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, layer in model.named_modules():
+        if hasattr(getattr(layer, "quant_method", None), "fp8_linear"):
+            yield name, layer
+
+
+def cuts(name: str, layer: Any, packed: dict[str, list[str]]) -> Iterator[Cut]:
+    """The logical matrices that a vLLM linear holds on this rank; a replica yields none, its first owner does.
+
+    Args:
+        name: vLLM's name of the layer, e.g. "model.layers.0.self_attn.qkv_proj".
+        layer: any of vLLM's linear layers.
+        packed: the model's `packed_modules_mapping`.
+    """
+    from vllm.model_executor.layers.linear import QKVParallelLinear, ReplicatedLinear, RowParallelLinear
+
+    parent, _, leaf = name.rpartition(".")
+    names = [f"{parent}.{part}" for part in packed.get(leaf, [leaf])]
+    if isinstance(layer, ReplicatedLinear):
+        if torch.distributed.get_rank() == 0:
+            yield Cut(name, 0, layer.weight.shape[0], 0, 0, 1)
+        return
+    rank, ranks = layer.tp_rank, layer.tp_size
+    if isinstance(layer, RowParallelLinear):
+        yield Cut(name, 0, layer.weight.shape[0], 1, rank, ranks)
+        return
+    replicas = [1] * len(names)
+    if isinstance(layer, QKVParallelLinear):
+        replicas = [1, layer.num_kv_head_replicas, layer.num_kv_head_replicas]
+    start = 0
+    for part, rows, copies in zip(names, layer.output_partition_sizes, replicas, strict=True):
+        if rank % copies == 0:
+            yield Cut(part, start, rows, 0, rank // copies, ranks // copies)
+        start += rows
+
+
+def _pieces(cut: Cut, layer: Any) -> dict[str, torch.Tensor]:
+    block = layer.weight_block_size[0]
+    codes = layer.weight.data.view(torch.uint8).narrow(0, cut.start, cut.rows)
+    scale = layer.weight_scale_inv.data.narrow(0, cut.start // block, ceil_div(cut.rows, block))
+    place = _SEPARATOR.join(map(str, (cut.dim, cut.index, cut.count)))
+    return {
+        f"{cut.name}.weight{_SEPARATOR}{place}": codes.contiguous(),
+        f"{cut.name}.weight_scale_inv{_SEPARATOR}{place}": scale.contiguous(),
+    }
+
+
+def join_pieces(folder: Path) -> dict[str, torch.Tensor]:
+    """Logical matrices out of the files of all ranks.
+
+    Returns:
+        for every FP8 linear X of the checkpoint `X.weight`, the codes as uint8 [N, K], and `X.weight_scale_inv`,
+        float32 [ceil(N / block), ceil(K / block)].
+
+    Raises:
+        ValueError: a piece is missing.
+    """
+    found: dict[str, dict[int, torch.Tensor]] = {}
+    places: dict[str, tuple[int, int]] = {}
+    for path in sorted(folder.glob(_FILE.format("*"))):
+        for key, piece in load_file(path).items():
+            name, dim, index, count = key.split(_SEPARATOR)
+            found.setdefault(name, {})[int(index)] = piece
+            places[name] = int(dim), int(count)
+    joined = {}
+    for name, pieces in found.items():
+        axis, parts = places[name]
+        if sorted(pieces) != list(range(parts)):
+            raise ValueError(f"{name}: pieces {sorted(pieces)} of {parts} in {folder}: a rank wrote no file")
+        joined[name] = torch.cat([pieces[part] for part in range(parts)], axis)
+    return joined

@@ -1,0 +1,56 @@
+"""Megatron models of the demo: process groups, what is inside the wrappers, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from jetrl_megatron.convert.recipe_file import save_recipe
+from jetrl_megatron.recipe import Fp8BlockRecipe
+
+
+def initialize_groups(tensor_parallel: int, pipeline_parallel: int, seed: int = 0) -> None:
+    """Megatron's process groups and random states; groups of an earlier layout are given up."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def gpt_model(model: Sequence[Any]) -> Any:
+    """The GPTModel inside Megatron's wrappers, of a rank without virtual pipeline stages."""
+    (module,) = model
+    while not hasattr(module, "decoder"):
+        module = module.module
+    return module
+
+
+def causal_mask(length: int) -> torch.Tensor:
+    """bool [1, 1, length, length], true where attention may not look."""
+    return torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+
+
+def save_checkpoint(model: Sequence[Any], path: Path, recipe: Fp8BlockRecipe) -> None:
+    """Saves the weights in Megatron's torch_dist format, with the recipe beside them."""
+    if dist.get_rank() == 0:
+        path.mkdir()
+    dist.barrier()
+    dist_checkpointing.save(_sharded_state(model), str(path))
+    if dist.get_rank() == 0:
+        save_recipe(path, recipe)
+
+
+def load_checkpoint(model: Sequence[Any], path: Path) -> None:
+    """Loads weights that any parallel layout saved."""
+    gpt_model(model).load_state_dict(dist_checkpointing.load(_sharded_state(model), str(path)))
+
+
+def _sharded_state(model: Sequence[Any]) -> dict[str, Any]:
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    state: dict[str, Any] = gpt_model(model).sharded_state_dict(prefix="", metadata=metadata)
+    return state

@@ -1,0 +1,226 @@
+"""What `jetrl demo` found out: report.json, report.md and report.png."""
+
+# Shape suffixes: B sequences, T token positions.
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jetrl_megatron.demo.scales import Comparison
+from jetrl_megatron.precision_flow import Mismatch, abs_dlogp_by_position, mismatch
+from jetrl_megatron.recipe import Fp8BlockRecipe
+
+QUESTION = "What is the capital of France?"
+"""What the trained model is asked, through its chat template, greedily."""
+
+PAIRINGS = {
+    "fp8_train_fp8_rollout": "FP8 training, FP8 rollout",
+    "bf16_train_fp8_rollout": "BF16 training, FP8 rollout",
+    "bf16_train_bf16_rollout": "BF16 training, BF16 rollout",
+}
+"""Keys of `DemoReport.logprobs`, with their titles: which forward scored the tokens, and which engine drew them."""
+
+_SHOWN = ("tokens", "tokens_differing", "gen_kl_error", "token_mult_prob_error", "max_abs_dlogp")
+_WINDOW = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class LogProbs:
+    """Log-probs of the same generated tokens: `rollout` by the engine that drew them, `train` by a training forward.
+
+    Attributes:
+        rollout, train: float [B, T]; column t is the t-th generated token.
+        mask: bool [B, T], false after the end of a sequence.
+    """
+
+    rollout: torch.Tensor
+    train: torch.Tensor
+    mask: torch.Tensor
+
+    @classmethod
+    def of(cls, rollout: Sequence[Sequence[float]], train: Sequence[Sequence[float]]) -> LogProbs:
+        """Pads sequences of different lengths.
+
+        Raises:
+            ValueError: the two sides do not hold the same number of tokens.
+        """
+        lengths = [len(sequence) for sequence in rollout]
+        if lengths != [len(sequence) for sequence in train]:
+            raise ValueError(f"{lengths} log-probs from the rollout, {[len(s) for s in train]} from training")
+        mask_BT = torch.arange(max(lengths, default=0)) < torch.tensor(lengths)[:, None]
+        return cls(_padded(rollout, mask_BT), _padded(train, mask_BT), mask_BT)
+
+    @property
+    def mismatch(self) -> Mismatch:
+        """The metrics over all tokens."""
+        return mismatch(self.rollout, self.train, self.mask)
+
+    def by_position(self) -> tuple[list[float], list[int]]:
+        """Mean |dlogp| and number of tokens for each token position."""
+        mean_T, count_T = abs_dlogp_by_position(self.rollout, self.train, self.mask)
+        return mean_T.tolist(), count_T.tolist()
+
+
+def _padded(sequences: Sequence[Sequence[float]], mask_BT: torch.Tensor) -> torch.Tensor:
+    values_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
+    flat = [value for sequence in sequences for value in sequence]
+    values_BT[mask_BT] = torch.tensor(flat, dtype=torch.float64)
+    return values_BT
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DemoReport:
+    """Results of a demo run.
+
+    Attributes:
+        options: what the demo was asked to do.
+        recipe: the recipe of training, export and rollout.
+        versions: package name to version.
+        loss: mean training loss over the answers' tokens, one per step.
+        scales: comparison of codes and scales per pair, e.g. "training_tp2/export".
+        logprobs: per key of `PAIRINGS`; further pairings may follow.
+        answers: engine ("fp8", "bf16") to its answer to `QUESTION`.
+        seconds: phase to wall-clock seconds, in order.
+    """
+
+    options: Mapping[str, Any]
+    recipe: Fp8BlockRecipe
+    versions: Mapping[str, str]
+    loss: Sequence[float]
+    scales: Mapping[str, Comparison]
+    logprobs: Mapping[str, LogProbs]
+    answers: Mapping[str, str]
+    seconds: Mapping[str, float]
+
+    @property
+    def scales_equal(self) -> bool:
+        """Whether every pair that was compared holds the same bytes."""
+        return bool(self.scales) and all(comparison.equal for comparison in self.scales.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """report.json."""
+        positions = {key: logprobs.by_position() for key, logprobs in self.logprobs.items()}
+        return {
+            "options": dict(self.options),
+            "recipe": {**self.recipe.to_dict(), "fingerprint": self.recipe.fingerprint},
+            "versions": dict(self.versions),
+            "loss": list(self.loss),
+            "scales_equal": {pair: comparison.equal for pair, comparison in self.scales.items()},
+            "scales": {pair: comparison.to_dict() for pair, comparison in self.scales.items()},
+            "mismatch": {key: logprobs.mismatch.to_dict() for key, logprobs in self.logprobs.items()},
+            "abs_dlogp_by_position": {
+                key: {"mean": mean, "tokens": tokens} for key, (mean, tokens) in positions.items()
+            },
+            "question": QUESTION,
+            "answer": self.answers["fp8"],
+            "answers": dict(self.answers),
+            "seconds": dict(self.seconds),
+        }
+
+    def to_markdown(self) -> str:
+        """report.md."""
+        sections = (
+            ("# jetrl demo", [self._verdict(), "![loss and mismatch](report.png)"]),
+            ("## Scales and codes", [_table(("pair", "matrices", "scales", "codes", "equal"), self._scale_rows())]),
+            ("## Mismatch", [_table(("", *_SHOWN), self._mismatch_rows()), self._mismatch_notes()]),
+            ("## Training", [_table(("step", "loss"), [[i, f"{x:.4f}"] for i, x in enumerate(self.loss)])]),
+            ("## Answers", [_table(("rollout", "answer"), self._answer_rows())]),
+            ("## Seconds", [_table(("phase", "seconds"), self._second_rows())]),
+            ("## Setting", [_table(("", ""), self._setting_rows())]),
+        )
+        return "\n\n".join(part for title, parts in sections for part in (title, *parts)) + "\n"
+
+    def _verdict(self) -> str:
+        count = len(self.scales)
+        unequal = [pair for pair, comparison in self.scales.items() if not comparison.equal]
+        if unequal:
+            return f"**{len(unequal)} of {count} pairs do not hold the same scales and codes: {', '.join(unequal)}.**"
+        return f"All {count} pairs hold the same scales and codes, byte for byte."
+
+    def _scale_rows(self) -> list[list[Any]]:
+        rows: list[list[Any]] = []
+        for pair, comparison in self.scales.items():
+            verdict = "yes" if comparison.equal else f"**no**: {comparison.first or 'nothing to compare'}"
+            scales = f"{comparison.scales_differing} of {comparison.scales} differ"
+            codes = f"{comparison.codes_differing} of {comparison.codes} differ"
+            rows.append([pair.replace("/", " / "), comparison.matrices, scales, codes, verdict])
+        return rows
+
+    def _mismatch_rows(self) -> list[list[Any]]:
+        rows: list[list[Any]] = []
+        for key, logprobs in self.logprobs.items():
+            metrics = logprobs.mismatch.to_dict()
+            rows.append([PAIRINGS.get(key, key), *(_number(metrics[name]) for name in _SHOWN)])
+        return rows
+
+    def _mismatch_notes(self) -> str:
+        return (
+            "Generated tokens at temperature 1. Metrics as in NeMo-RL: gen_kl_error is KL(rollout || training) by the "
+            "k3 estimator, token_mult_prob_error is mean exp|dlogp|."
+        )
+
+    def _answer_rows(self) -> list[list[Any]]:
+        return [["question", QUESTION], *([engine, " ".join(text.split())] for engine, text in self.answers.items())]
+
+    def _second_rows(self) -> list[list[Any]]:
+        rows = [[phase, f"{seconds:.0f}"] for phase, seconds in self.seconds.items()]
+        return [*rows, ["total", f"{sum(self.seconds.values()):.0f}"]]
+
+    def _setting_rows(self) -> list[list[Any]]:
+        rows = [[name, value] for name, value in {**self.options, **self.versions}.items()]
+        return [*rows, ["recipe", self.recipe.fingerprint], ["scale format", self.recipe.scale_format]]
+
+    def write(self, folder: Path) -> None:
+        """Writes report.json, report.md and report.png."""
+        (folder / "report.json").write_text(json.dumps(self.to_dict(), indent=1))
+        (folder / "report.md").write_text(self.to_markdown())
+        _plot(self, folder / "report.png")
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _plot(report: DemoReport, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    loss_axes, mismatch_axes = figure.subplots(1, 2)
+    loss_axes.plot(range(len(report.loss)), report.loss, marker="o")
+    loss_axes.set(title="FP8 training", xlabel="step", ylabel="loss over the answers")
+    for key, logprobs in report.logprobs.items():
+        position, mean = _windows(*logprobs.by_position())
+        mismatch_axes.plot(position, mean, marker=".", label=PAIRINGS.get(key, key))
+    mismatch_axes.set(
+        title="Training against rollout",
+        xlabel=f"generated token (windows of {_WINDOW})",
+        ylabel="mean |dlogp|",
+        ylim=0,
+    )
+    if report.logprobs:
+        mismatch_axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def _windows(mean: Sequence[float], tokens: Sequence[int]) -> tuple[list[float], list[float]]:
+    """Token-weighted means over windows of positions; a window without tokens is left out."""
+    centres, means = [], []
+    for start in range(0, len(mean), _WINDOW):
+        count = sum(tokens[start : start + _WINDOW])
+        if not count:
+            continue
+        total = sum(m * n for m, n in zip(mean[start : start + _WINDOW], tokens[start : start + _WINDOW], strict=True))
+        centres.append(start + (min(_WINDOW, len(mean) - start) - 1) / 2)
+        means.append(total / count)
+    return centres, means

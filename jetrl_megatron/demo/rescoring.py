@@ -1,0 +1,94 @@
+"""What the trained checkpoint computes in other layouts, and what it says about the tokens that vLLM generated.
+
+Runs on every rank of two, in a process that has not seen the training: everything comes from the checkpoint.
+"""
+
+# Shape suffixes: S token positions, V vocabulary.
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from jetrl_megatron.demo.model import causal_mask, gpt_model, initialize_groups, load_checkpoint
+from jetrl_megatron.demo.options import DemoFolder, layout_label
+from jetrl_megatron.demo.progress import report_progress
+from jetrl_megatron.demo.scales import write_layers
+from jetrl_megatron.integrations.megatron_bridge import build_model
+from jetrl_megatron.recipe import JETRL_FP8, Fp8BlockRecipe
+
+LAYOUTS = ((2, 1), (1, 2), (1, 1))
+"""(tensor, pipeline) parallel sizes; the last one scores, and spreads the sequences over the ranks."""
+
+Sequences = list[dict[str, list[int]]]
+
+
+def rescore(folder: DemoFolder) -> None:
+    """Writes down codes and scales per layout, and the log-probs of all generated tokens in FP8 and in BF16."""
+    for tp, pp in LAYOUTS:
+        initialize_groups(tp, pp)
+        model = load(folder, tp, pp, JETRL_FP8)
+        if parallel_state.get_data_parallel_rank() == 0:
+            write_layers(gpt_model(model).decoder.layers, folder.layer_scales(layout_label(tp, pp)), dist.get_rank())
+    rollouts = read_rollouts(folder.rollouts)
+    score(model, rollouts, folder.rescored("fp8"))
+    score(load(folder, 1, 1, None), rollouts, folder.rescored("bf16"))
+
+
+def load(folder: DemoFolder, tp: int, pp: int, recipe: Fp8BlockRecipe | None) -> list[Any]:
+    """The trained model in another layout; without a recipe every linear is Megatron's own, in BF16."""
+    model = build_model(
+        folder.model,
+        tensor_parallel=tp,
+        pipeline_parallel=pp,
+        recipe=recipe,
+        load_weights=False,
+        perform_initialization=False,
+    )
+    load_checkpoint(model, folder.checkpoint)
+    return model
+
+
+def read_rollouts(folder: Path) -> dict[str, Sequences]:
+    """Prompt and output token ids of every rollout, by the rollout's name."""
+    paths = sorted(folder.glob("*.result.json"))
+    return {path.name.removesuffix(".result.json"): json.loads(path.read_text())["sequences"] for path in paths}
+
+
+def score(model: Sequence[Any], rollouts: dict[str, Sequences], path: Path) -> None:
+    """Writes, per rollout, the log-prob of each generated token: rank 0, after all ranks did their part."""
+    module = gpt_model(model).eval()
+    jobs = [(name, index) for name, sequences in rollouts.items() for index in range(len(sequences))]
+    mine = jobs[dist.get_rank() :: dist.get_world_size()]
+    scored = {}
+    for done, (name, index) in enumerate(mine):
+        sequence = rollouts[name][index]
+        scored[name, index] = output_logprobs(module, sequence["prompt"], sequence["output"]).tolist()
+        if dist.get_rank() == 0:
+            report_progress(done + 1, len(mine), path.stem)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, scored)
+    if dist.get_rank() == 0:
+        everything = {job: logprobs for part in gathered for job, logprobs in part.items()}
+        result = {name: [everything[name, i] for i in range(len(rollouts[name]))] for name in rollouts}
+        path.write_text(json.dumps(result))
+
+
+@torch.no_grad()
+def output_logprobs(module: Any, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
+    """Log-probs of the output tokens, as an engine records them: float32 log-softmax of BF16 logits, temperature 1.
+
+    Returns:
+        float32 [len(output)].
+    """
+    ids_S = torch.tensor([*prompt, *output])
+    length = len(ids_S)
+    logits_SV: torch.Tensor = module(ids_S[None], torch.arange(length)[None], causal_mask(length))[0]
+    chosen = logits_SV[len(prompt) - 1 : -1].float().log_softmax(-1)
+    return chosen.gather(1, torch.tensor(output)[:, None])[:, 0]

@@ -1,0 +1,270 @@
+"""Rollout with vLLM on a CPU: `python -m jetrl_megatron.demo.rollout REQUEST.json RESULT.json`.
+
+A process of its own, because an engine wants its environment set before vLLM is imported, and keeps threads and memory
+until the process ends. The request holds the fields of `RolloutRequest`; the result is what `serve` returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+
+from jetrl_megatron.demo import loaded_weights
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.outputs import RequestOutput
+
+_OPERATOR = "W8A8BlockLinear"
+_KV_CACHE_GIB = 1
+_THREADS_PER_RANK = 8
+_CHAT_PROMPT_TOKENS = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutRequest:
+    """What to generate, from which checkpoint.
+
+    Fields:
+        checkpoint: folder in Hugging Face format, block FP8 or BF16.
+        prompts: token ids of each prompt; repeat a prompt to sample it several times.
+        temperature, max_tokens, ignore_eos: as in vLLM's SamplingParams; temperature 0 is greedy.
+        seed: prompt i draws with seed + i.
+        score: also compute the log-prob of every generated token from a prefill of prompt and output.
+        chat: user messages that are answered greedily through the checkpoint's chat template.
+        chat_max_tokens: longest answer to one of them.
+        fp8_weights: file to write every loaded FP8 linear to, as `loaded_weights.join_pieces` describes.
+        tensor_parallel_size: ranks, each a process.
+
+    Raises:
+        ValueError: there is nothing to do, or a field is out of range.
+    """
+
+    checkpoint: str
+    prompts: tuple[tuple[int, ...], ...] = ()
+    temperature: float = 1.0
+    max_tokens: int = 16
+    seed: int = 0
+    ignore_eos: bool = False
+    score: bool = False
+    chat: tuple[str, ...] = ()
+    chat_max_tokens: int = 48
+    fp8_weights: str | None = None
+    tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        for field in ("max_tokens", "chat_max_tokens", "tensor_parallel_size"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be 1 or more")
+        if not (self.prompts or self.chat or self.fp8_weights):
+            raise ValueError("the request asks for nothing: give prompts, chat or fp8_weights")
+        if not all(self.prompts):
+            raise ValueError("prompts holds an empty prompt: give at least one token id each")
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> RolloutRequest:
+        """From the JSON form.
+
+        Raises:
+            ValueError: a key is no field.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(fields) - known)
+        if unknown:
+            raise ValueError(f"request fields {unknown} are unknown: use {', '.join(sorted(known))}")
+        prompts = tuple(tuple(prompt) for prompt in fields.get("prompts", ()))
+        return cls(**{**fields, "prompts": prompts, "chat": tuple(fields.get("chat", ()))})
+
+
+def engine_environment(ranks: int) -> dict[str, str]:
+    """Environment of a quiet offline vLLM engine on the CPUs that this process may use, split evenly over the ranks.
+
+    Waiting threads sleep, so that a busy machine is not slowed down further. Attention does not split the KV cache,
+    which would make a long context's numbers depend on the batch. No torch.compile: vLLM uses it for a trifle even in
+    eager mode, which takes longer than a short rollout and needs a compiler. One rank serves in this process instead
+    of in two more, each of which would import vLLM again.
+    """
+    cpus = sorted(os.sched_getaffinity(0))
+    each = min(max(len(cpus) // ranks, 1), _THREADS_PER_RANK)
+    bind = "|".join(
+        ",".join(str(cpus[(rank * each + thread) % len(cpus)]) for thread in range(each)) for rank in range(ranks)
+    )
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": str(_KV_CACHE_GIB),
+        "VLLM_CPU_OMP_THREADS_BIND": bind,
+        "OMP_NUM_THREADS": str(each),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "VLLM_CPU_ATTN_SPLIT_KV": "0",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def serve(request: RolloutRequest) -> dict[str, Any]:
+    """Serves a request in this process, whose environment must hold `engine_environment`.
+
+    Returns:
+        What was asked for, ready for JSON:
+        "sequences": for each prompt {"prompt", "output": token ids, "logprobs": of the output tokens, from the raw
+        logits at temperature 1, "scored_logprobs": the same from a prefill of prompt and output};
+        "answers": one text for each chat message;
+        "operators": number of FP8 linears of a rank for each vLLM kernel class that they run;
+        "start_seconds", "generate_seconds", "tokens_per_second".
+
+    Raises:
+        RuntimeError: FP8 linears run, or would run, another operator than the plugin's.
+    """
+    _require_plugin()
+    started = time.perf_counter()
+    engine = _engine(request)
+    result: dict[str, Any] = {"operators": _operators(engine), "start_seconds": time.perf_counter() - started}
+    if request.prompts:
+        result.update(_generate(engine, request))
+    if request.chat:
+        result["answers"] = _answers(engine, request)
+    if request.fp8_weights:
+        _write_weights(engine, Path(request.fp8_weights))
+    return result
+
+
+def _require_plugin() -> None:
+    if "jetrl_megatron" not in importlib.metadata.entry_points(group="vllm.general_plugins").names:
+        raise RuntimeError(
+            "vLLM would not find the plugin jetrl_megatron: its entry point is not installed; run pip install -e . in "
+            "the project's folder"
+        )
+
+
+def _engine(request: RolloutRequest) -> LLM:
+    from vllm import LLM
+
+    # One token more: scoring a whole sequence has to generate one.
+    longest = max((len(prompt) for prompt in request.prompts), default=0) + request.max_tokens + 1
+    conversation = _CHAT_PROMPT_TOKENS + request.chat_max_tokens if request.chat else 0
+    return LLM(
+        request.checkpoint,
+        tensor_parallel_size=request.tensor_parallel_size,
+        worker_extension_cls=loaded_weights.WORKER_EXTENSION,
+        dtype="bfloat16",
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=not request.chat,
+        max_model_len=max(longest, conversation),
+        max_num_seqs=max(1, min(len(request.prompts), 64)),
+        disable_log_stats=True,
+    )
+
+
+def _operators(engine: LLM) -> dict[str, int]:
+    per_rank: list[dict[str, int]] = engine.collective_rpc("jetrl_fp8_operators")
+    for rank, operators in enumerate(per_rank):
+        if set(operators) - {_OPERATOR}:
+            raise RuntimeError(
+                f"rank {rank} runs FP8 linears with {operators} instead of {_OPERATOR}: leave VLLM_PLUGINS unset or "
+                "name jetrl_megatron in it, and do not name W8A8BlockLinear in VLLM_DISABLED_KERNELS"
+            )
+    return per_rank[0]
+
+
+def _generate(engine: LLM, request: RolloutRequest) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    stop = [] if request.ignore_eos else _end_of_sequence(engine)
+    parameters = [
+        SamplingParams(
+            temperature=request.temperature,
+            max_tokens=request.max_tokens,
+            seed=request.seed + index,
+            ignore_eos=request.ignore_eos,
+            stop_token_ids=stop,
+            logprobs=0,
+            detokenize=False,
+        )
+        for index in range(len(request.prompts))
+    ]
+    started = time.perf_counter()
+    outputs = engine.generate([{"prompt_token_ids": list(ids)} for ids in request.prompts], parameters, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    sequences = [_sequence(output) for output in outputs]
+    if request.score:
+        _score(engine, sequences)
+    tokens = sum(len(sequence["output"]) for sequence in sequences)
+    return {"sequences": sequences, "generate_seconds": seconds, "tokens_per_second": tokens / seconds}
+
+
+def _end_of_sequence(engine: LLM) -> list[int]:
+    # Without a tokenizer vLLM does not know it.
+    eos = getattr(engine.llm_engine.model_config.hf_config, "eos_token_id", None)
+    if eos is None:
+        return []
+    return [eos] if isinstance(eos, int) else list(eos)
+
+
+def _sequence(output: RequestOutput) -> dict[str, Any]:
+    completion = output.outputs[0]
+    ids = list(completion.token_ids)
+    assert output.prompt_token_ids is not None and completion.logprobs is not None, "both were asked for"
+    logprobs = [candidates[token].logprob for candidates, token in zip(completion.logprobs, ids, strict=True)]
+    return {"prompt": list(output.prompt_token_ids), "output": ids, "logprobs": logprobs}
+
+
+def _score(engine: LLM, sequences: list[dict[str, Any]]) -> None:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    prompts = [{"prompt_token_ids": sequence["prompt"] + sequence["output"]} for sequence in sequences]
+    for sequence, output in zip(sequences, engine.generate(prompts, parameters, use_tqdm=False), strict=True):
+        assert output.prompt_logprobs is not None, "they were asked for"
+        scored = output.prompt_logprobs[len(sequence["prompt"]) :]
+        pairs = zip(scored, sequence["output"], strict=True)
+        sequence["scored_logprobs"] = [candidates[token].logprob for candidates, token in pairs if candidates]
+
+
+def _answers(engine: LLM, request: RolloutRequest) -> list[str]:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(temperature=0.0, max_tokens=request.chat_max_tokens)
+    conversations = [[{"role": "user", "content": message}] for message in request.chat]
+    return [output.outputs[0].text for output in engine.chat(conversations, parameters, use_tqdm=False)]
+
+
+def _write_weights(engine: LLM, path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        engine.collective_rpc("jetrl_write_pieces", args=(folder,))
+        save_file(loaded_weights.join_pieces(Path(folder)), path)
+
+
+def main() -> None:
+    """Command line: REQUEST.json, and the path of the result (default: REQUEST.result.json)."""
+    if len(sys.argv) not in (2, 3):
+        raise SystemExit("usage: python -m jetrl_megatron.demo.rollout REQUEST.json [RESULT.json]")
+    request_path = Path(sys.argv[1])
+    result_path = Path(sys.argv[2]) if len(sys.argv) > 2 else request_path.with_suffix(".result.json")
+    request = RolloutRequest.from_dict(json.loads(request_path.read_text()))
+    for name, value in engine_environment(request.tensor_parallel_size).items():
+        os.environ.setdefault(name, value)
+    # torch is loaded by now and has read its environment.
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    result_path.write_text(json.dumps(serve(request), indent=1))
+
+
+if __name__ == "__main__":
+    main()

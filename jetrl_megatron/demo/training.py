@@ -1,0 +1,165 @@
+"""FP8 training as Megatron users write it: the layers alone are JetRL's. Runs on every rank.
+
+A Hugging Face model comes in through Megatron-Bridge and learns to answer school problems with Megatron's data
+parallelism, optimizer (BF16 weights, FP32 masters) and pipeline schedules. It goes out as a checkpoint, and to vLLM in
+FP8.
+"""
+
+# Shape suffixes: B sequences of a microbatch, S token positions.
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from safetensors.torch import save_file
+
+from jetrl_megatron.convert.export import export_vllm_checkpoint
+from jetrl_megatron.demo.model import causal_mask, gpt_model, initialize_groups, save_checkpoint
+from jetrl_megatron.demo.options import DemoFolder, DemoOptions, layout_label
+from jetrl_megatron.demo.problems import Example, examples
+from jetrl_megatron.demo.progress import report_progress
+from jetrl_megatron.demo.scales import write_layers
+from jetrl_megatron.integrations.megatron_bridge import build_model, export_hf_weights
+from jetrl_megatron.recipe import JETRL_FP8
+
+_PAD_TO = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Microbatch:
+    """Examples padded on the right to one length.
+
+    Attributes:
+        tokens: int64 [B, S].
+        labels: int64 [B, S], the token that follows.
+        mask: float32 [B, S], 1 where the label belongs to an answer.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    mask: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: Sequence[Example], length: int) -> Microbatch:
+        """Pads examples to `length` tokens."""
+        ids_BT = torch.zeros(len(batch), length + 1, dtype=torch.long)
+        mask_BT = torch.zeros(len(batch), length + 1)
+        for row, example in enumerate(batch):
+            end = len(example.prompt) + len(example.answer)
+            ids_BT[row, :end] = torch.tensor([*example.prompt, *example.answer])
+            mask_BT[row, len(example.prompt) : end] = 1
+        return cls(ids_BT[:, :-1].contiguous(), ids_BT[:, 1:].contiguous(), mask_BT[:, 1:].contiguous())
+
+
+def train(folder: DemoFolder) -> None:
+    """Trains, saves, exports, and writes down the losses and what the layers compute with at the end."""
+    options = folder.options
+    initialize_groups(options.tp, options.pp, options.seed)
+    model = build_model(
+        folder.model,
+        tensor_parallel=options.tp,
+        pipeline_parallel=options.pp,
+        sequence_parallel=options.tp > 1,
+        recipe=JETRL_FP8,
+        ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+    )
+    optimizer = make_optimizer(model, options.learning_rate)
+    losses = []
+    for step, microbatches in enumerate(batches(folder.model, options)):
+        losses.append(train_step(model, optimizer, microbatches))
+        if dist.get_rank() == 0:
+            report_progress(step + 1, options.steps, f"loss {losses[-1]:.3f}")
+
+    label = f"training_{layout_label(options.tp, options.pp)}"
+    write_layers(gpt_model(model).decoder.layers, folder.layer_scales(label), dist.get_rank())
+    save_checkpoint(model, folder.checkpoint, JETRL_FP8)
+    export_vllm_checkpoint(model, folder.fp8, hf_config=folder.model, rollout_tp=2)
+    export_bf16_checkpoint(model, folder.bf16, folder.model)
+    if dist.get_rank() == 0:
+        folder.losses.write_text(json.dumps(losses))
+
+
+def make_optimizer(model: list[Any], learning_rate: float) -> Any:
+    """Megatron's Adam with FP32 masters, and the hooks that its pipeline schedules call."""
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam", lr=learning_rate, weight_decay=0.0, clip_grad=1.0, bf16=True, params_dtype=torch.bfloat16
+        ),
+        model,
+    )
+    config = gpt_model(model).config
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def batches(tokenizer: Path, options: DemoOptions) -> Iterator[list[Microbatch]]:
+    """The microbatches of each step, all padded to one length."""
+    data = examples(options.steps * options.sequences_per_step, options.seed, tokenizer)
+    longest = max(len(example.prompt) + len(example.answer) for example in data)
+    length = -(-longest // _PAD_TO) * _PAD_TO
+    size = options.sequences_per_microbatch
+    microbatches = [Microbatch.of(data[i : i + size], length) for i in range(0, len(data), size)]
+    per_step = options.sequences_per_step // size
+    for first in range(0, len(microbatches), per_step):
+        yield microbatches[first : first + per_step]
+
+
+def train_step(model: list[Any], optimizer: Any, microbatches: Sequence[Microbatch]) -> float:
+    """One optimizer step; returns the mean loss of the answers' tokens, on every rank."""
+    for module in model:
+        module.zero_grad_buffer()
+    optimizer.zero_grad()
+    size, length = microbatches[0].tokens.shape
+    outputs = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(microbatches),
+        model=model,
+        num_microbatches=len(microbatches),
+        seq_length=length,
+        micro_batch_size=size,
+        forward_only=False,
+    )
+    optimizer.step()
+    # The last pipeline stage alone knows the loss.
+    loss = torch.stack([output["loss"] for output in outputs]).mean() if outputs else torch.zeros(())
+    dist.broadcast(
+        loss,
+        src=parallel_state.get_pipeline_model_parallel_last_rank(),
+        group=parallel_state.get_pipeline_model_parallel_group(),
+    )
+    return loss.item()
+
+
+def forward_step(microbatches: Iterator[Microbatch], model: Any) -> tuple[torch.Tensor, Any]:
+    """Megatron's forward step function: token losses [B, S], and the function that makes one number of them."""
+    batch = next(microbatches)
+    length = batch.tokens.shape[1]
+    losses_BS = model(batch.tokens, torch.arange(length)[None], causal_mask(length), labels=batch.labels)
+    return losses_BS, functools.partial(mean_over_answers, batch.mask)
+
+
+def mean_over_answers(mask_BS: torch.Tensor, losses_BS: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Megatron's loss function: the mean of the unmasked losses, and the same for the log."""
+    loss = (losses_BS.float() * mask_BS).sum() / mask_BS.sum()
+    return loss, {"loss": loss.detach()}
+
+
+def export_bf16_checkpoint(model: list[Any], out: Path, hf_model: Path) -> None:
+    """Writes the BF16 weights in Hugging Face format; config and tokenizer stay those of `hf_model`."""
+    weights = dict(export_hf_weights(model))
+    if dist.get_rank() == 0:
+        shutil.copytree(hf_model, out)
+        save_file(weights, out / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,1 @@
+"""What adapts or patches other libraries: Megatron-Bridge, Megatron on a CPU, the vLLM plugin."""

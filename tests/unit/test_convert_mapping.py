@@ -1,0 +1,184 @@
+"""Names and cuts: Megatron's stored parameters against the matrices of the Hugging Face models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from jetrl_megatron import JETRL_FP8, Fp8BlockRecipe, quantize_weight
+from jetrl_megatron.convert.hf_model import HfModel, open_hf_model
+from jetrl_megatron.convert.mapping import HfMapping, LogicalMatrix
+from jetrl_megatron.convert.plan import TensorSpec, plan_export
+
+QKV = "decoder.layers.0.self_attention.linear_qkv"
+FC1 = "decoder.layers.0.mlp.linear_fc1"
+ATTENTION = "model.layers.0.self_attn"
+LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+
+
+def opened(config: PretrainedConfig, architecture: str) -> HfModel:
+    config.architectures = [architecture]
+    return open_hf_model(config)
+
+
+def llama(**fields: Any) -> HfModel:
+    config = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 64, **fields}
+    return opened(LlamaConfig(**config), "LlamaForCausalLM")
+
+
+def qwen2_half_billion(**fields: Any) -> HfModel:
+    config = Qwen2Config(
+        hidden_size=896,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+        **fields,
+    )
+    return opened(config, "Qwen2ForCausalLM")
+
+
+def split(hf: HfModel, parameter: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {matrix.name: matrix.tensor for matrix in HfMapping(hf).split(parameter, tensor)}
+
+
+def linear_names(layers: int) -> list[str]:
+    return [f"decoder.layers.{layer}.{name}" for layer in range(layers) for name in LINEARS]
+
+
+def test_split_qkv_by_groups_exact() -> None:
+    hf = llama(num_attention_heads=4, num_key_value_heads=2, head_dim=128)
+    # q0 q1 k0 v0 q2 q3 k1 v1, one value for each tile.
+    stored = torch.arange(8.0).repeat_interleave(128)
+    for suffix, tensor in (("weight", stored[:, None].expand(-1, 256)), ("bias", stored)):
+        if suffix == "bias":
+            hf = opened(Qwen2Config(**hf.config.to_dict()), "Qwen2ForCausalLM")
+        parts = split(hf, f"{QKV}.{suffix}", tensor.to(torch.bfloat16))
+        tiles = {name: part.view(part.shape[0], -1)[::128, 0].tolist() for name, part in parts.items()}
+        assert tiles == {
+            f"{ATTENTION}.q_proj.{suffix}": [0, 1, 4, 5],
+            f"{ATTENTION}.k_proj.{suffix}": [2, 6],
+            f"{ATTENTION}.v_proj.{suffix}": [3, 7],
+        }
+
+
+def test_split_fc1_into_halves_exact() -> None:
+    hf = llama(num_attention_heads=4, num_key_value_heads=2)
+    stored = torch.arange(8.0, dtype=torch.bfloat16).repeat_interleave(128)[:, None].expand(-1, 256)
+    parts = split(hf, f"{FC1}.weight", stored)
+    tiles = {name: part[::128, 0].tolist() for name, part in parts.items()}
+    halves = {"model.layers.0.mlp.gate_proj.weight": [0, 1, 2, 3], "model.layers.0.mlp.up_proj.weight": [4, 5, 6, 7]}
+    assert tiles == halves
+    separate = {**split(hf, f"{FC1}.weight_w", stored[:512]), **split(hf, f"{FC1}.weight_v", stored[512:])}
+    assert {name: part[::128, 0].tolist() for name, part in separate.items()} == halves
+
+
+def test_half_billion_scales_and_biases() -> None:
+    hf = qwen2_half_billion()
+    heads = {f"{ATTENTION}.q_proj": [7, 7], f"{ATTENTION}.k_proj": [1, 7], f"{ATTENTION}.v_proj": [1, 7]}
+    weights = split(hf, f"{QKV}.weight", torch.randn(1152, 896))
+    assert {name: list(quantize_weight(w, JETRL_FP8).scale.shape) for name, w in weights.items()} == {
+        f"{name}.weight": shape for name, shape in heads.items()
+    }
+    output = split(hf, "decoder.layers.0.self_attention.linear_proj.weight", torch.randn(896, 896))
+    assert list(quantize_weight(output[f"{ATTENTION}.o_proj.weight"], JETRL_FP8).scale.shape) == [7, 7]
+    biases = split(hf, f"{QKV}.bias", torch.randn(1152))
+    assert {name: (list(b.shape), b.dtype) for name, b in biases.items()} == {
+        f"{ATTENTION}.q_proj.bias": ([896], torch.bfloat16),
+        f"{ATTENTION}.k_proj.bias": ([128], torch.bfloat16),
+        f"{ATTENTION}.v_proj.bias": ([128], torch.bfloat16),
+    }
+
+
+def test_few_kv_heads_scale_shapes() -> None:
+    hf = llama(hidden_size=1536, num_attention_heads=12, num_key_value_heads=2, head_dim=128)
+    parts = split(hf, f"{QKV}.weight", torch.randn(2048, 1536))
+    shapes = [list(quantize_weight(part, JETRL_FP8).scale.shape) for part in parts.values()]
+    assert shapes == [[12, 12], [2, 12], [2, 12]]
+
+
+def test_split_cuts_the_padded_vocabulary() -> None:
+    hf = qwen2_half_billion()
+    padded = torch.empty(152064, 896, dtype=torch.bfloat16)
+    padded[151935] = 1
+    embedding = split(hf, "embedding.word_embeddings.weight", padded)["model.embed_tokens.weight"]
+    assert list(embedding.shape) == [151936, 896]
+    assert embedding[-1].eq(1).all()
+    with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight has 1000 rows, fewer than .*vocab_size=151936"):
+        split(hf, "embedding.word_embeddings.weight", padded[:1000])
+
+
+def test_plan_of_24_layers_has_every_norm_and_one_embedding() -> None:
+    hf = qwen2_half_billion()
+    plan = plan_export(hf, HfMapping(hf), linear_names(24), JETRL_FP8)
+    norms = [name for name in plan.tensors if name.endswith("norm.weight")]
+    assert len(norms) == 48 + 1
+    assert "lm_head.weight" not in plan.tensors
+    assert plan.tensors["model.embed_tokens.weight"] == TensorSpec((151936, 896), torch.bfloat16)
+    assert plan.tensors["model.layers.23.mlp.down_proj.weight"] == TensorSpec((896, 4864), torch.float8_e4m3fn)
+    assert plan.tensors["model.layers.23.mlp.down_proj.weight_scale_inv"] == TensorSpec((7, 38), torch.float32)
+    assert sum(spec.dtype == torch.float8_e4m3fn for spec in plan.tensors.values()) == 24 * 7
+    assert plan.ignored == ()
+
+
+def test_plan_lists_ignored_modules_by_hugging_face_names() -> None:
+    hf = llama(num_hidden_layers=2)
+    recipe = Fp8BlockRecipe(ignore=("*.0.self_attention.linear_qkv",), num_layers_at_end_in_bf16=1)
+    plan = plan_export(hf, HfMapping(hf), linear_names(2), recipe)
+    attention = {f"model.layers.{layer}.self_attn.{part}_proj" for layer in (0, 1) for part in "qkv"}
+    rest = {f"model.layers.1.{name}" for name in ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")}
+    assert set(plan.ignored) == attention | rest | {"lm_head"}
+
+
+def test_local_and_fused_norm_names_mean_the_same() -> None:
+    families = [
+        llama(),
+        qwen2_half_billion(),
+        opened(Qwen3Config(num_hidden_layers=1), "Qwen3ForCausalLM"),
+        opened(MistralConfig(num_hidden_layers=1), "MistralForCausalLM"),
+    ]
+    for hf in families:
+        mapping = HfMapping(hf)
+        for local, fused, name in (
+            ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight", "input_layernorm"),
+            ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm"),
+        ):
+            assert mapping.targets(f"decoder.layers.0.{local}") == (f"model.layers.0.{name}.weight",)
+            assert mapping.targets(f"decoder.layers.0.{fused}") == (f"model.layers.0.{name}.weight",)
+
+
+def test_split_refuses_stored_fp8() -> None:
+    with pytest.raises(
+        ValueError, match=r"linear_fc1\.weight is stored as torch\.float8_e4m3fn: its values are unknown"
+    ):
+        split(llama(), f"{FC1}.weight", torch.zeros(1024, 256).to(torch.float8_e4m3fn))
+
+
+def test_split_refuses_another_models_parameters() -> None:
+    with pytest.raises(ValueError, match=r"linear_qkv has 512 rows; 4 heads, 2 groups and head size 128 make 1024"):
+        split(llama(num_attention_heads=4, num_key_value_heads=2, head_dim=128), f"{QKV}.weight", torch.zeros(512, 256))
+    with pytest.raises(ValueError, match=r"linear_qkv\.bias has no counterpart in the Hugging Face model"):
+        split(llama(), f"{QKV}.bias", torch.zeros(1024))
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_without_tied_head_keeps_one_owner(order: tuple[int, int]) -> None:
+    def both(head: float) -> list[LogicalMatrix]:
+        named = [
+            ("embedding.word_embeddings", "model.embed_tokens.weight", 1.0),
+            ("output_layer", "lm_head.weight", head),
+        ]
+        matrices = [LogicalMatrix(module, name, torch.full((2, 2), value)) for module, name, value in named]
+        return [matrices[index] for index in order]
+
+    tied = HfMapping(qwen2_half_billion())
+    assert [matrix.name for matrix in tied.without_tied_head(both(1.0))] == ["model.embed_tokens.weight"]
+    with pytest.raises(ValueError, match=r"differ, but config\.json ties them"):
+        list(tied.without_tied_head(both(2.0)))
+    untied = HfMapping(llama())
+    assert len(list(untied.without_tied_head(both(2.0)))) == 2
