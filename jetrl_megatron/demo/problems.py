@@ -56,7 +56,8 @@ def tokenize_answer(tokenizer: Any, question: str, answer: str) -> Example:
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
     )
-    ids = tokenizer.encode(answer, add_special_tokens=False)
+    # A sentence: answers that are digits alone would teach the model to say nothing else.
+    ids = tokenizer.encode(f"The answer is {answer}.", add_special_tokens=False)
     return Example(tuple(prompt), (*ids, tokenizer.eos_token_id))
 
 

@@ -170,6 +170,7 @@ def _engine(request: RolloutRequest) -> LLM:
         max_model_len=max(longest, conversation),
         max_num_seqs=max(1, min(len(request.prompts), 64)),
         disable_log_stats=True,
+        use_tqdm_on_load=False,
     )
 
 

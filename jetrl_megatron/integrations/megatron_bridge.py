@@ -78,8 +78,8 @@ def build_model(
         megatron_cpu.install()
     bridge = import_bridge()
     _require_groups(tensor_parallel, pipeline_parallel)
+    _require_supported(hf_path)
     hf = bridge.AutoBridge.from_hf_pretrained(str(hf_path))
-    _require_supported(hf.hf_pretrained.config, hf_path)
     provider = hf.to_megatron_provider(load_weights=load_weights)
     fields = {
         "tensor_model_parallel_size": tensor_parallel,
@@ -87,7 +87,7 @@ def build_model(
         "virtual_pipeline_model_parallel_size": virtual_pipeline,
         "sequence_parallel": sequence_parallel and tensor_parallel > 1,
         "pipeline_dtype": torch.bfloat16,
-        **(_local_fields() if on_cpu or importlib.util.find_spec("transformer_engine") is None else {}),
+        **(_local_fields() if on_cpu or not _has_transformer_engine() else {}),
         # Two stages that exchange several tensors with each other in one batch would match them up wrongly.
         **({"overlap_p2p_comm": True, "batch_p2p_comm": False} if virtual_pipeline else {}),
         **overrides,
@@ -107,6 +107,8 @@ def build_model(
 def use_jetrl(provider: Any, recipe: Fp8BlockRecipe = JETRL_FP8) -> Any:
     """Puts JetRL's FP8 linears into a Megatron-Bridge provider, in the place of those that its layer spec names.
 
+    Where TransformerEngine is absent, Megatron's local layer spec stands in for the provider's default one.
+
     Args:
         provider: a GPTModelProvider, before `provide` or `provide_distributed_model` is called; modified.
         recipe: which linears run in FP8 and how.
@@ -123,9 +125,11 @@ def use_jetrl(provider: Any, recipe: Fp8BlockRecipe = JETRL_FP8) -> Any:
             "returns for a decoder, a GPTModelProvider"
         )
     import_bridge()
-    provider.transformer_layer_spec = functools.partial(
-        jetrl_layer_spec, layer_spec=provider.transformer_layer_spec, recipe=recipe
-    )
+    specs = importlib.import_module("megatron.bridge.models.gpt_provider")
+    layer_spec = provider.transformer_layer_spec
+    if layer_spec is specs.default_layer_spec and not _has_transformer_engine():
+        layer_spec = specs.local_layer_spec
+    provider.transformer_layer_spec = functools.partial(jetrl_layer_spec, layer_spec=layer_spec, recipe=recipe)
     return provider
 
 
@@ -150,7 +154,7 @@ def export_hf_weights(models: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields a model's weights under their Hugging Face names, gathered over tensor and pipeline ranks.
 
     A collective: every rank must consume it to the end, and every rank gets every tensor. Weights that the Hugging Face
-    folder ties are yielded once.
+    folder ties are yielded once. A tensor may be a view of the model's own: clone what must outlive an optimizer step.
 
     Args:
         models: what `build_model` returned.
@@ -187,12 +191,17 @@ def _require_groups(tensor_parallel: int, pipeline_parallel: int) -> None:
             raise ValueError(f"{name}={asked}, but the initialised group has {found} ranks: give both the same size")
 
 
-def _require_supported(hf_config: Any, hf_path: str | Path) -> None:
-    if hf_config.model_type not in SUPPORTED_MODEL_TYPES:
+def _require_supported(hf_path: str | Path) -> None:
+    model_type = importlib.import_module("transformers").AutoConfig.from_pretrained(str(hf_path)).model_type
+    if model_type not in SUPPORTED_MODEL_TYPES:
         raise ValueError(
-            f"model_type={hf_config.model_type!r} of {hf_path} is not supported here: use one of "
+            f"model_type={model_type!r} of {hf_path} is not supported here: use one of "
             f"{', '.join(SUPPORTED_MODEL_TYPES)}, or build the provider with Megatron-Bridge and call use_jetrl on it"
         )
+
+
+def _has_transformer_engine() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def _set_fields(provider: Any, fields: dict[str, Any]) -> None:

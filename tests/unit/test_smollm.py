@@ -201,6 +201,6 @@ def test_examples_count_the_answer_alone(folder, loaded):
     (example,) = examples(1, 3, folder)
     decoded = [loaded[1].decode(part) for part in (example.prompt, example.answer)]
     assert decoded[0].endswith(f"{question}<|im_end|>\n<|im_start|>assistant\n")
-    assert decoded[1] == f"{answer}<|im_end|>"
+    assert decoded[1] == f"The answer is {answer}.<|im_end|>"
     counted = [token for token, counts in zip(example.tokens, example.loss_mask, strict=True) if counts]
     assert tuple(counted) == example.answer
