@@ -6,6 +6,8 @@ CUDA_SOURCES := $(wildcard csrc/*.cu csrc/*.cuh csrc/*.cpp csrc/*.h)
 export PYTHON
 # The environment of the caller must not decide what is installed or imported.
 unexport VIRTUAL_ENV CONDA_PREFIX PYTHONPATH PYTHONHOME
+# Without bytecode every process compiles all of its imports again, which doubles their time.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test lint format docs lock clean
 

@@ -16,9 +16,8 @@ import importlib.machinery
 import importlib.util
 import logging
 import sys
-import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,7 +48,6 @@ _TALKATIVE_LOGGERS = (
     # Says that the CUDA toolkit is there and a CUDA device is not.
     "torch.utils.cpp_extension",
 )
-_IMPORT_LOCK = threading.Lock()
 
 
 def import_bridge() -> ModuleType:
@@ -62,14 +60,12 @@ def import_bridge() -> ModuleType:
         ImportError: Megatron-core or Megatron-Bridge is not installed, or one of its own imports fails.
         ValueError: Megatron-Bridge is another release than `SUPPORTED_BRIDGE`.
     """
-    with _IMPORT_LOCK:
-        if "megatron.bridge" not in sys.modules:
-            _check_installed()
-            with quiet_megatron_imports(), _stand_in_for_transformer_engine():
-                _import_megatron_bridge()
-        bridge = sys.modules["megatron.bridge"]
-        _register_module_types()
-    return bridge
+    if "megatron.bridge" not in sys.modules:
+        _check_installed()
+        with quiet_megatron_imports(), _stand_in_for_transformer_engine():
+            _import_megatron_bridge()
+    _register_module_types()
+    return sys.modules["megatron.bridge"]
 
 
 @contextlib.contextmanager
@@ -146,17 +142,63 @@ def _register_module_types() -> None:
         mapping.register_module_type(name, parallelism)
 
 
+class RewiredImports(importlib.abc.MetaPathFinder):
+    """Finds modules as ever, and has their own import statements call another function than the built-in `__import__`.
+
+    Args:
+        concerns: says by a module's full name whether it is one of them.
+        import_: what their import statements call, with the arguments of `__import__`.
+    """
+
+    def __init__(self, concerns: Callable[[str], bool], import_: Callable[..., Any]) -> None:
+        self._concerns = concerns
+        # An import statement looks `__import__` up in the globals of the module that it stands in.
+        self._builtins = {**vars(builtins), "__import__": import_}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The ordinary spec, with a loader that executes the module with these builtins; None for other modules."""
+        if not self._concerns(fullname):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _LoaderWithBuiltins(spec.loader, self._builtins)
+        return spec
+
+
+class _LoaderWithBuiltins(importlib.abc.Loader):
+    def __init__(self, loader: importlib.abc.Loader, module_builtins: dict[str, Any]) -> None:
+        self._loader = loader
+        self._builtins = module_builtins
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__["__builtins__"] = self._builtins
+        self._loader.exec_module(module)
+
+    def __getattr__(self, name: str) -> Any:
+        # Sources and resources, which loaders offer beyond the interface.
+        return getattr(self._loader, name)
+
+
 @contextlib.contextmanager
 def _stand_in_for_transformer_engine() -> Iterator[None]:
     if importlib.util.find_spec(_TE) is not None:
         yield
         return
-    finder = _LoraLayersFinder()
+    finder = RewiredImports(lambda fullname: fullname == _NEEDS_TE_TO_IMPORT, _import_or_stand_in)
     sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
+
+
+def _import_or_stand_in(name: str, *args: Any, **kwargs: Any) -> Any:
+    return _Absent if name.partition(".")[0] == _TE else builtins.__import__(name, *args, **kwargs)
 
 
 class _AbsentType(type):
@@ -171,37 +213,4 @@ class _AbsentType(type):
         raise ImportError(f"{cls.__name__} needs TransformerEngine, which is not installed")
 
 
-class _LoraLayersFinder(importlib.abc.MetaPathFinder):
-    """Finds the one module of Megatron-Bridge that imports TransformerEngine unconditionally."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _NEEDS_TE_TO_IMPORT:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _StandInLoader(spec.loader)
-        return spec
-
-
-class _StandInLoader(importlib.abc.Loader):
-    """Executes a module whose own import statements find a stand-in for TransformerEngine."""
-
-    def __init__(self, loader: importlib.abc.Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        absent = _AbsentType(_TE, (), {})
-
-        def import_or_stand_in(name: str, *args: Any, **kwargs: Any) -> Any:
-            if name.partition(".")[0] == _TE:
-                return absent
-            return builtins.__import__(name, *args, **kwargs)
-
-        # An import statement looks `__import__` up in the globals of the module that it stands in.
-        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": import_or_stand_in}
-        self._loader.exec_module(module)
+_Absent = _AbsentType(_TE, (), {})

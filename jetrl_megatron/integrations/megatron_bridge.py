@@ -6,6 +6,7 @@ Both only set the provider's `transformer_layer_spec`; weights go in and out thr
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -34,6 +35,7 @@ _FUSIONS = (
     "masked_softmax_fusion",
     "persist_layer_norm",
 )
+_NOT_FOR_USERS = ("ModelProviderMixin-based model configuration is deprecated", "full scope is deprecated")
 
 
 def build_model(
@@ -73,33 +75,26 @@ def build_model(
             is no field of the provider.
         ImportError: Megatron-core or Megatron-Bridge is missing.
     """
-    on_cpu = not torch.cuda.is_available()
-    if on_cpu:
+    if not torch.cuda.is_available():
         megatron_cpu.install()
     bridge = import_bridge()
     _require_groups(tensor_parallel, pipeline_parallel)
     _require_supported(hf_path)
-    hf = bridge.AutoBridge.from_hf_pretrained(str(hf_path))
-    provider = hf.to_megatron_provider(load_weights=load_weights)
-    fields = {
+    layout = {
         "tensor_model_parallel_size": tensor_parallel,
         "pipeline_model_parallel_size": pipeline_parallel,
         "virtual_pipeline_model_parallel_size": virtual_pipeline,
         "sequence_parallel": sequence_parallel and tensor_parallel > 1,
-        "pipeline_dtype": torch.bfloat16,
-        **(_local_fields() if on_cpu or not _has_transformer_engine() else {}),
-        # Two stages that exchange several tensors with each other in one batch would match them up wrongly.
-        **({"overlap_p2p_comm": True, "batch_p2p_comm": False} if virtual_pipeline else {}),
-        **overrides,
     }
-    _set_fields(provider, fields)
-    if recipe is not None:
-        use_jetrl(provider, recipe)
-    provider.apply_overrides_and_finalize(dtype=torch.bfloat16)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="ModelProviderMixin-based model configuration is deprecated")
+    fields = {**layout, **_fields_of_interleaving(virtual_pipeline), **_fields_without_te(), **overrides}
+    with _quietly():
+        provider = bridge.AutoBridge.from_hf_pretrained(str(hf_path)).to_megatron_provider(load_weights=load_weights)
+        _set_fields(provider, fields)
+        if recipe is not None:
+            use_jetrl(provider, recipe)
+        provider.apply_overrides_and_finalize(dtype=torch.bfloat16)
         models: list[Any] = provider.provide_distributed_model(
-            wrap_with_ddp=bool(ddp), ddp_config=_ddp_config(ddp), use_cpu_initialization=on_cpu
+            wrap_with_ddp=bool(ddp), ddp_config=_ddp_config(ddp), use_cpu_initialization=not torch.cuda.is_available()
         )
     return models
 
@@ -200,8 +195,33 @@ def _require_supported(hf_path: str | Path) -> None:
         )
 
 
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    with warnings.catch_warnings():
+        for message in _NOT_FOR_USERS:
+            warnings.filterwarnings("ignore", message=message)
+        yield
+
+
 def _has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
+
+
+def _fields_without_te() -> dict[str, Any]:
+    if torch.cuda.is_available() and _has_transformer_engine():
+        return {}
+    return {
+        **dict.fromkeys(_FUSIONS, False),
+        "transformer_layer_spec": importlib.import_module("megatron.bridge.models.gpt_provider").local_layer_spec,
+        "transformer_impl": "local",
+        # Megatron's own attention takes its softmax in BF16 otherwise.
+        "attention_softmax_in_fp32": True,
+    }
+
+
+def _fields_of_interleaving(virtual_pipeline: int | None) -> dict[str, Any]:
+    # In one batch, two stages that send each other several tensors match them up wrongly.
+    return {"overlap_p2p_comm": True, "batch_p2p_comm": False} if virtual_pipeline else {}
 
 
 def _set_fields(provider: Any, fields: dict[str, Any]) -> None:
@@ -210,17 +230,6 @@ def _set_fields(provider: Any, fields: dict[str, Any]) -> None:
         raise ValueError(f"{unknown} are no fields of {type(provider).__name__}: use those of Megatron's config")
     for name, value in fields.items():
         setattr(provider, name, value)
-
-
-def _local_fields() -> dict[str, Any]:
-    local_layer_spec = importlib.import_module("megatron.bridge.models.gpt_provider").local_layer_spec
-    return {
-        **dict.fromkeys(_FUSIONS, False),
-        "transformer_layer_spec": local_layer_spec,
-        "transformer_impl": "local",
-        # Megatron's own attention takes its softmax in BF16 otherwise.
-        "attention_softmax_in_fp32": True,
-    }
 
 
 def _ddp_config(ddp: Any) -> Any:

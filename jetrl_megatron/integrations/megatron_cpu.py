@@ -23,18 +23,16 @@ import contextlib
 import copy
 import functools
 import importlib
-import importlib.abc
-import importlib.machinery
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from jetrl_megatron.convert.bridge import quiet_megatron_imports, release_of
+from jetrl_megatron.convert.bridge import RewiredImports, quiet_megatron_imports, release_of
 
 SUPPORTED_CORE = (0, 19)
 """Release series of Megatron-core that the patches were made for: (major, minor)."""
@@ -215,44 +213,15 @@ def _as_bytes(value: Any) -> Any:
 # How Megatron comes to see it
 
 
-class _MegatronFinder(importlib.abc.MetaPathFinder):
+class _MegatronFinder(RewiredImports):
     """Finds Megatron's modules, and has their import statements bind the given `torch`."""
 
     def __init__(self, megatron_torch: _MegatronTorch) -> None:
-        def import_(name: str, globals_: Any = None, locals_: Any = None, fromlist: Any = (), level: int = 0) -> Any:
-            module = builtins.__import__(name, globals_, locals_, fromlist, level)
+        def import_(*args: Any, **kwargs: Any) -> Any:
+            module = builtins.__import__(*args, **kwargs)
             return megatron_torch if module is torch else module
 
-        # An import statement looks `__import__` up in the globals of the module that it stands in.
-        self._builtins = {**vars(builtins), "__import__": import_}
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if not fullname.startswith(_MEGATRON):
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _MegatronLoader(spec.loader, self._builtins)
-        return spec
-
-
-class _MegatronLoader(importlib.abc.Loader):
-    """Executes a module with the given builtins."""
-
-    def __init__(self, loader: importlib.abc.Loader, module_builtins: dict[str, Any]) -> None:
-        self._loader = loader
-        self._builtins = module_builtins
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__dict__["__builtins__"] = self._builtins
-        self._loader.exec_module(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+        super().__init__(lambda fullname: fullname.startswith(_MEGATRON), import_)
 
 
 def _give_torch(module: ModuleType, megatron_torch: _MegatronTorch) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +15,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 from jetrl_megatron.convert.bridge import import_bridge
 from jetrl_megatron.integrations import megatron_cpu
-from jetrl_megatron.integrations.megatron_bridge import build_model, export_hf_weights
+from jetrl_megatron.integrations.megatron_bridge import build_model, export_hf_weights, use_jetrl
 from jetrl_megatron.recipe import JETRL_FP8, Fp8BlockRecipe
 
 megatron_cpu.install()
@@ -54,7 +56,6 @@ def train_one_step(recipe: Fp8BlockRecipe | None, layout: dict[str, Any]) -> dic
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from safetensors.torch import load_file
 
     set_groups(layout)
     folder = Path(os.environ[FOLDER])
@@ -191,6 +192,46 @@ def data_broadcast() -> torch.Tensor:
     return received
 
 
+def own_provider() -> dict[str, Any]:
+    """A provider of Megatron-Bridge, configured by hand, with JetRL's linears put in."""
+    set_groups({"tensor_parallel": 2})
+    folder = Path(os.environ[FOLDER])
+    provider = import_bridge().AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider()
+    provider.tensor_model_parallel_size = 2
+    for name in ("persist_layer_norm", "masked_softmax_fusion", "gradient_accumulation_fusion", "bias_dropout_fusion"):
+        setattr(provider, name, False)
+    use_jetrl(provider, Fp8BlockRecipe(ignore=("*.linear_fc2",))).apply_overrides_and_finalize(dtype=torch.bfloat16)
+    models = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+    layer = models[0].module.decoder.layers[1]
+    exported = dict(export_hf_weights(models))
+    return {
+        "classes": [type(layer.mlp.linear_fc1).__name__, type(layer.self_attention.linear_proj).__name__],
+        "unequal": [
+            name
+            for name, weight in load_file(folder / "model.safetensors").items()
+            if not same_bytes(exported[name], weight)
+        ],
+    }
+
+
+def isolation() -> dict[str, bool]:
+    """That Megatron sees a torch of its own, and everybody else the real one."""
+    from megatron.bridge.models import model_provider
+    from megatron.core import utils
+
+    megatron_cpu.install()
+    return {
+        "megatron sees another": utils.torch is not torch and model_provider.torch is utils.torch,
+        "its tensors are ordinary": type(utils.torch.zeros(2, device="cuda")) is torch.Tensor,
+        "on the CPU": utils.torch.zeros(2, device="cuda").device
+        == utils.torch.cuda.current_device()
+        == torch.device("cpu"),
+        "streams are real": torch.cuda.Stream.__module__ == "torch.cuda.streams",
+        "nothing is initialised": not torch.cuda.is_initialized(),
+        "one finder": sum(type(finder).__module__ == megatron_cpu.__name__ for finder in sys.meta_path) == 1,
+    }
+
+
 def refusals() -> dict[str, str]:
     """What `build_model` says to wrong arguments."""
     from megatron.core import parallel_state
@@ -210,6 +251,10 @@ def refusals() -> dict[str, str]:
             build_model(**{"hf_path": folder, **arguments})
         except ValueError as error:
             said[name] = str(error)
+    try:
+        use_jetrl(object())
+    except ValueError as error:
+        said["no provider"] = str(error)
     return said
 
 
@@ -222,5 +267,7 @@ BODIES: dict[str, Callable[[], Any]] = {
     "random_states": random_states,
     "float8_gather": float8_gather,
     "data_broadcast": data_broadcast,
+    "own_provider": own_provider,
+    "isolation": isolation,
     "refusals": refusals,
 }

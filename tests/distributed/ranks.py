@@ -1,8 +1,8 @@
 """Runs test bodies on several ranks of one machine: imports once, forks the ranks, gathers what they return.
 
 `python -m tests.distributed.ranks MODULE WORLD OUT` runs MODULE.BODIES (a dict of functions) on WORLD ranks over gloo
-and saves {name: [result of rank 0, 1, ...]} to OUT. Megatron's imports cost many seconds, so bodies share one launch and
-set up their own parallel state.
+and saves {name: [result of rank 0, 1, ...]} to OUT. Megatron's imports cost many seconds, so bodies share one launch
+and set up their own parallel state.
 """
 
 from __future__ import annotations

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.ranks import launch
+from tests.distributed.ranks import ROOT, launch
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 LAYOUTS = ("dp2", "tp2", "tp2_sp", "tp2_sp_recompute", "pp2", "pp2_vpp2")
 FOLDER = "JETRL_TEST_MEGATRON_CPU_FOLDER"
+REFUSALS = """
+import sys, torch
+from jetrl_megatron.integrations import megatron_cpu
+def refused(*words):
+    finders = list(sys.meta_path)
+    try:
+        megatron_cpu.install()
+    except ValueError as error:
+        assert all(word in str(error) for word in words), error
+        return sys.meta_path == finders
+torch.cuda.is_available = lambda: True
+assert refused("torch.cuda.is_available() is True", "hide the device with CUDA_VISIBLE_DEVICES=")
+torch.cuda.is_available = lambda: False
+megatron_cpu.release_of = lambda package: (0, 20, 1)
+assert refused("megatron-core 0.20.1 is installed", "pip install 'megatron-core==0.19.*'")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +134,22 @@ def test_install_broadcast_data_exact(ranks):
     assert all(torch.equal(received, torch.arange(6)) for received in ranks["data_broadcast"])
 
 
+def test_install_leaves_the_real_torch_alone(ranks):
+    for facts in ranks["isolation"]:
+        assert all(facts.values()), facts
+
+
+def test_install_refuses_a_gpu_and_other_releases():
+    run = subprocess.run([sys.executable, "-c", REFUSALS], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+def test_use_jetrl_on_a_provider_exact(ranks):
+    for result in ranks["own_provider"]:
+        assert result["classes"] == ["JetRLColumnParallelLinear", "JetRLRowParallelLinear"]
+        assert result["unequal"] == []
+
+
 def test_build_model_refuses_wrong_arguments(ranks):
     for said in ranks["refusals"]:
         assert "call torch.distributed.init_process_group and parallel_state.initialize_model" in said["no groups"]
@@ -125,3 +159,4 @@ def test_build_model_refuses_wrong_arguments(ranks):
         assert said["unknown field"].startswith("['num_layer'] are no fields of GPTModelProvider")
         assert said["architecture"].startswith("model_type='mixtral' of ")
         assert "use one of llama, qwen2, qwen3, or build the provider" in said["architecture"]
+        assert said["no provider"].startswith("provider=object has no transformer_layer_spec: pass what to_megatron")
