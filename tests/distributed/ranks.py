@@ -13,11 +13,14 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from jetrl_megatron.integrations import megatron_cpu
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,26 +35,33 @@ def launch(module: str, world: int, out: Path, timeout: int = 600) -> dict[str, 
 
 
 def _rank_main(module: str, rank: int, world: int, folder: str) -> None:
-    from jetrl_megatron.integrations import megatron_cpu
-
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), CUDA_DEVICE_MAX_CONNECTIONS="1")
     torch.set_num_threads(1)
-    megatron_cpu.install()
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     results = {}
     try:
         for name, body in importlib.import_module(module).BODIES.items():
-            results[name] = body()
-            torch.distributed.barrier()
+            results[name] = _run_body(body, f"file://{folder}/{name}", rank, world)
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # peers may be inside a collective: leave at once, the parent ends them
     torch.save(results, f"{folder}/rank{rank}.pt")
+
+
+def _run_body(body: Callable[[], Any], init_method: str, rank: int, world: int) -> Any:
+    # All groups go with the body: each keeps threads that poll, and Megatron makes dozens of groups.
+    torch.distributed.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
+    from megatron.core import parallel_state
+
+    result = body()
+    torch.distributed.barrier()
+    parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
+    return result
 
 
 def main(module: str, world: int, out: str) -> int:
+    megatron_cpu.install()
     importlib.import_module(module)
     context = get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
