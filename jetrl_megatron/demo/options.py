@@ -24,6 +24,7 @@ class DemoOptions:
         seed: of problems, their order, and sampling.
         learning_rate: of Adam, constant.
         sequences_per_step, sequences_per_microbatch: problems that one step, and one forward, trains on.
+        sequence_length: tokens that each of them is padded to; longer problems are passed over.
         prompts: problems that each rollout answers.
         new_tokens: tokens of each answer.
 
@@ -38,8 +39,9 @@ class DemoOptions:
     learning_rate: float = 1e-5
     sequences_per_step: int = 4
     sequences_per_microbatch: int = 2
-    prompts: int = 8
-    new_tokens: int = 128
+    sequence_length: int = 128
+    prompts: int = 16
+    new_tokens: int = 64
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -142,6 +144,14 @@ class DemoFolder:
     def rollouts(self) -> Path:
         """Requests to engines and their results."""
         return self.root / "rollouts"
+
+    def rollout_request(self, name: str) -> Path:
+        """What an engine is asked, JSON."""
+        return self.rollouts / f"{name}.request.json"
+
+    def rollout_result(self, name: str) -> Path:
+        """What it answered, JSON."""
+        return self.rollouts / f"{name}.result.json"
 
     @property
     def logs(self) -> Path:

@@ -23,6 +23,7 @@ PAIRINGS = {
     "fp8_train_fp8_rollout": "FP8 training, FP8 rollout",
     "bf16_train_fp8_rollout": "BF16 training, FP8 rollout",
     "bf16_train_bf16_rollout": "BF16 training, BF16 rollout",
+    "fp8_train_fp8_tp2_rollout": "FP8 training, FP8 rollout with TP 2",
 }
 """Keys of `DemoReport.logprobs`, with their titles: which forward scored the tokens, and which engine drew them."""
 
@@ -84,7 +85,7 @@ class DemoReport:
         versions: package name to version.
         loss: mean training loss over the answers' tokens, one per step.
         scales: comparison of codes and scales per pair, e.g. "training_tp2/export".
-        logprobs: per key of `PAIRINGS`; further pairings may follow.
+        logprobs: per key of `PAIRINGS`.
         answers: engine ("fp8", "bf16") to its answer to `QUESTION`.
         seconds: phase to wall-clock seconds, in order.
     """
@@ -156,13 +157,15 @@ class DemoReport:
         rows: list[list[Any]] = []
         for key, logprobs in self.logprobs.items():
             metrics = logprobs.mismatch.to_dict()
-            rows.append([PAIRINGS.get(key, key), *(_number(metrics[name]) for name in _SHOWN)])
+            rows.append([PAIRINGS[key], *(_number(metrics[name]) for name in _SHOWN)])
         return rows
 
     def _mismatch_notes(self) -> str:
         return (
-            "Generated tokens at temperature 1. Metrics as in NeMo-RL: gen_kl_error is KL(rollout || training) by the "
-            "k3 estimator, token_mult_prob_error is mean exp|dlogp|."
+            "Generated tokens at temperature 1; training scores them with TP 1, as the rollouts of the first three "
+            "lines run. With TP 2 row-parallel linears add two rounded halves, which is another number. Metrics as in "
+            "NeMo-RL: gen_kl_error is KL(rollout || training) by the k3 estimator, token_mult_prob_error is mean "
+            "exp|dlogp|."
         )
 
     def _answer_rows(self) -> list[list[Any]]:
@@ -201,7 +204,7 @@ def _plot(report: DemoReport, path: Path) -> None:
     loss_axes.set(title="FP8 training", xlabel="step", ylabel="loss over the answers")
     for key, logprobs in report.logprobs.items():
         position, mean = _windows(*logprobs.by_position())
-        mismatch_axes.plot(position, mean, marker=".", label=PAIRINGS.get(key, key))
+        mismatch_axes.plot(position, mean, marker=".", label=PAIRINGS[key])
     mismatch_axes.set(
         title="Training against rollout",
         xlabel=f"generated token (windows of {_WINDOW})",

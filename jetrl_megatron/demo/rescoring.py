@@ -26,6 +26,9 @@ from jetrl_megatron.recipe import JETRL_FP8, Fp8BlockRecipe
 LAYOUTS = ((2, 1), (1, 2), (1, 1))
 """(tensor, pipeline) parallel sizes; the last one scores, and spreads the sequences over the ranks."""
 
+SCORED = {"fp8": ("fp8_tp1", "fp8_tp2"), "bf16": ("fp8_tp1", "bf16_tp1")}
+"""Precision of the forward to names of the rollouts that it scores."""
+
 Sequences = list[dict[str, list[int]]]
 
 
@@ -36,9 +39,8 @@ def rescore(folder: DemoFolder) -> None:
         model = load(folder, tp, pp, JETRL_FP8)
         if parallel_state.get_data_parallel_rank() == 0:
             write_layers(gpt_model(model).decoder.layers, folder.layer_scales(layout_label(tp, pp)), dist.get_rank())
-    rollouts = read_rollouts(folder.rollouts)
-    score(model, rollouts, folder.rescored("fp8"))
-    score(load(folder, 1, 1, None), rollouts, folder.rescored("bf16"))
+    score(model, read_rollouts(folder, SCORED["fp8"]), folder.rescored("fp8"))
+    score(load(folder, 1, 1, None), read_rollouts(folder, SCORED["bf16"]), folder.rescored("bf16"))
 
 
 def load(folder: DemoFolder, tp: int, pp: int, recipe: Fp8BlockRecipe | None) -> list[Any]:
@@ -55,10 +57,9 @@ def load(folder: DemoFolder, tp: int, pp: int, recipe: Fp8BlockRecipe | None) ->
     return model
 
 
-def read_rollouts(folder: Path) -> dict[str, Sequences]:
-    """Prompt and output token ids of every rollout, by the rollout's name."""
-    paths = sorted(folder.glob("*.result.json"))
-    return {path.name.removesuffix(".result.json"): json.loads(path.read_text())["sequences"] for path in paths}
+def read_rollouts(folder: DemoFolder, names: Sequence[str]) -> dict[str, Sequences]:
+    """Prompt and output token ids, by the rollout's name."""
+    return {name: json.loads(folder.rollout_result(name).read_text())["sequences"] for name in names}
 
 
 def score(model: Sequence[Any], rollouts: dict[str, Sequences], path: Path) -> None:

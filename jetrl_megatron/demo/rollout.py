@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors.torch import save_file
 
 from jetrl_megatron.demo import loaded_weights
@@ -260,10 +259,14 @@ def main() -> None:
     request_path = Path(sys.argv[1])
     result_path = Path(sys.argv[2]) if len(sys.argv) > 2 else request_path.with_suffix(".result.json")
     request = RolloutRequest.from_dict(json.loads(request_path.read_text()))
-    for name, value in engine_environment(request.tensor_parallel_size).items():
-        os.environ.setdefault(name, value)
-    # torch is loaded by now and has read its environment.
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    missing = {
+        name: value
+        for name, value in engine_environment(request.tensor_parallel_size).items()
+        if name not in os.environ
+    }
+    if missing:
+        # OpenMP read its settings when torch was loaded, before this line: start anew.
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, **missing})
     result_path.write_text(json.dumps(serve(request), indent=1))
 
 

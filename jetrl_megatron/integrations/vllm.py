@@ -1,8 +1,9 @@
-"""The vLLM plugin: on a CPU, block FP8 linears run the W8A8 operator of training.
+"""The vLLM plugin: on a CPU, models run the operators of training.
 
 vLLM finds `register` through the entry point group `vllm.general_plugins` and calls it in every process. On a CPU its
 own block FP8 kernel keeps activations in BF16 (W8A16) and needs AMX; the plugin puts `vllm_cpu.W8A8BlockLinear` in
-front of it. On CUDA, and for models that are not block FP8, the plugin changes nothing.
+front of it. Models whose checkpoint carries a recipe also get norm, RoPE, attention and lm_head as Megatron computes
+them, see `vllm_cpu_operators`. On CUDA, and for models that are not block FP8, the plugin changes nothing.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def register() -> None:
         return
     if _SUPPORTED.match(vllm.__version__):
         _put_operator_first()
+        _register_operators()
     else:
         _refuse_block_fp8(vllm.__version__)
 
@@ -71,6 +73,12 @@ def _put_operator_first() -> None:
     candidates = _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
     if W8A8BlockLinear not in candidates:
         candidates.insert(0, W8A8BlockLinear)
+
+
+def _register_operators() -> None:
+    from jetrl_megatron.integrations.vllm_cpu_operators import register_operators
+
+    register_operators()
 
 
 def _refuse_block_fp8(version: str) -> None:

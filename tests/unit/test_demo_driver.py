@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from jetrl_megatron import cli
 from jetrl_megatron.demo.child import ChildError, run_child
-from jetrl_megatron.demo.cpu_matmul import Float32Sums
+from jetrl_megatron.demo.exact_sums import ExactSums
 from jetrl_megatron.demo.options import DemoFolder, DemoOptions, layout_label
 from jetrl_megatron.demo.progress import parse_progress, report_progress
 
@@ -71,25 +71,34 @@ def test_report_progress_parses_back(capsys: pytest.CaptureFixture[str]) -> None
     assert parse_progress("3 of 8") is None
 
 
-def test_float32_sums_round_once_exact() -> None:
-    """A BF16 sum of 1 and many 2^-9 stays 1 where partial sums are rounded to BF16; a float32 sum does not."""
-    x, w = torch.full((2, 513), 2.0**-9, dtype=torch.bfloat16), torch.ones(3, 513, dtype=torch.bfloat16)
-    x[:, 0] = 1
-    with Float32Sums():
+def test_exact_sums_round_once_exact() -> None:
+    """2^24 + 1 + ... is beyond float32: a sum of 1 and small numbers that only float64 holds before it is rounded."""
+    x, w = torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor([[2.0**30, 1.0, -(2.0**30)]] * 4, dtype=torch.bfloat16)
+    with ExactSums():
         products = [F.linear(x, w), x @ w.t(), torch.matmul(x, w.t()), torch.bmm(x[None], w.t()[None])[0]]
         mixed = torch.matmul(x.float(), w.float().t())
     for product in products:
-        assert product.dtype == torch.bfloat16 and torch.equal(product, torch.full((2, 3), 2.0, dtype=torch.bfloat16))
+        assert product.dtype == torch.bfloat16 and torch.equal(product, torch.ones(2, 4, dtype=torch.bfloat16))
     assert mixed.dtype == torch.float32
 
 
-def test_float32_sums_gradients_exact() -> None:
+def test_exact_sums_softmax_ignores_masked_tail_exact() -> None:
+    """A row's softmax is the same with and without columns that are masked."""
+    scores = torch.randn(5, 300, generator=torch.Generator().manual_seed(0)) * 4
+    masked = torch.cat([scores, torch.full((5, 77), -10000.0)], dim=1)
+    with ExactSums():
+        short, long = torch.nn.Softmax(-1)(scores), torch.nn.Softmax(-1)(masked)
+    assert short.dtype == torch.float32
+    assert torch.equal(short, long[:, :300]) and not long[:, 300:].any()
+
+
+def test_exact_sums_gradients_exact() -> None:
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(shape, generator=generator).bfloat16().requires_grad_() for shape in ((4, 96), (8, 96)))
-    with Float32Sums():
+    with ExactSums():
         F.linear(x, w).sum().backward()
-    assert x.grad is not None and torch.equal(x.grad[0], w.detach().float().sum(0).bfloat16())
-    assert w.grad is not None and torch.equal(w.grad[0], x.detach().float().sum(0).bfloat16())
+    assert x.grad is not None and torch.equal(x.grad[0], w.detach().double().sum(0).bfloat16())
+    assert w.grad is not None and torch.equal(w.grad[0], x.detach().double().sum(0).bfloat16())
 
 
 def test_cli_demo_refuses_foreign_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
