@@ -131,6 +131,32 @@ class Fp8BlockRecipe:
         """Hash of all fields, 16 hexadecimal digits: equal fingerprints mean equal bytes."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
+    def to_stamp(self) -> dict[str, Any]:
+        """What an export carries under "jetrl" in its config.json: all fields and their fingerprint."""
+        return {"recipe": self.to_dict(), "fingerprint": self.fingerprint}
+
+    @classmethod
+    def from_stamp(cls, stamp: Any, source: str) -> Fp8BlockRecipe:
+        """The inverse of `to_stamp`; further keys of the stamp are left alone.
+
+        Args:
+            source: where the stamp was read, for the error.
+
+        Raises:
+            ValueError: a key is missing, or the recipe does not have the fingerprint that is stored beside it.
+        """
+        if not isinstance(stamp, Mapping) or not {"recipe", "fingerprint"} <= set(stamp):
+            raise ValueError(
+                f'{source}: {stamp!r} stands for a recipe: expected an object with "recipe" and "fingerprint"; export again'
+            )
+        recipe = cls.from_dict(stamp["recipe"])
+        if recipe.fingerprint != stamp["fingerprint"]:
+            raise ValueError(
+                f"{source}: the stored fingerprint is {stamp['fingerprint']}, but the recipe beside it has "
+                f"{recipe.fingerprint}: one of them was edited, or was written by another version; export again"
+            )
+        return recipe
+
     def require_same(self, other: Fp8BlockRecipe, *, ours: str, theirs: str) -> None:
         """Checks that two sides use one recipe.
 

@@ -25,7 +25,7 @@ def save_recipe(folder: str | os.PathLike[str], recipe: Fp8BlockRecipe) -> Path:
         the file.
     """
     path = Path(folder) / RECIPE_FILE
-    path.write_text(json.dumps({"recipe": recipe.to_dict(), "fingerprint": recipe.fingerprint}, indent=2) + "\n")
+    path.write_text(json.dumps(recipe.to_stamp(), indent=2) + "\n")
     return path
 
 
@@ -45,14 +45,7 @@ def load_recipe(path: str | os.PathLike[str]) -> Fp8BlockRecipe:
         raise ValueError(f"{path} is no JSON file: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds {type(content).__name__}: a recipe file is an object with recipe fields")
-    recipe = Fp8BlockRecipe.from_dict(content.get("recipe", content))
-    stamped = content.get("fingerprint", recipe.fingerprint) if "recipe" in content else recipe.fingerprint
-    if stamped != recipe.fingerprint:
-        raise ValueError(
-            f"{path}: the recipe has fingerprint {recipe.fingerprint}, and the file says {stamped}: it was edited; "
-            "save the training run's recipe again"
-        )
-    return recipe
+    return Fp8BlockRecipe.from_stamp(content, str(path)) if "recipe" in content else Fp8BlockRecipe.from_dict(content)
 
 
 def choose_recipe(

@@ -41,7 +41,7 @@ def export_config(hf: HfModel, recipe: Fp8BlockRecipe, ignored: tuple[str, ...])
         "dtype": "bfloat16",
         "tie_word_embeddings": hf.tied,
         "quantization_config": recipe.to_vllm_quantization_config(ignored),
-        "jetrl": {"version": _FORMAT_VERSION, "recipe": recipe.to_dict(), "fingerprint": recipe.fingerprint},
+        "jetrl": {"version": _FORMAT_VERSION, **recipe.to_stamp()},
     }
 
 
@@ -53,14 +53,8 @@ def exported_recipe(folder: Path) -> Fp8BlockRecipe:
     """
     if not _is_export(folder):
         raise ValueError(f'{folder} is no export of this converter: its config.json has no "jetrl"')
-    stamp = json.loads((folder / "config.json").read_text(encoding="utf-8"))["jetrl"]
-    recipe = Fp8BlockRecipe.from_dict(stamp["recipe"])
-    if recipe.fingerprint != stamp["fingerprint"]:
-        raise ValueError(
-            f"{folder / 'config.json'}: the recipe has fingerprint {recipe.fingerprint}, and the file says "
-            f"{stamp['fingerprint']}: it was edited; export again"
-        )
-    return recipe
+    config = folder / "config.json"
+    return Fp8BlockRecipe.from_stamp(json.loads(config.read_text(encoding="utf-8"))["jetrl"], str(config))
 
 
 def check_out(out: Path, *, force: bool) -> None:

@@ -9,7 +9,6 @@ them, see `vllm_cpu_operators`. On CUDA, and for models that are not block FP8, 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from jetrl_megatron.recipe import Fp8BlockRecipe
@@ -42,8 +41,8 @@ def carried_recipe(hf_config: Any) -> Fp8BlockRecipe | None:
     """The recipe that an exported checkpoint carries in its config.json, None for a checkpoint made by others.
 
     Args:
-        hf_config: configuration object of the checkpoint. Its attribute `jetrl`, if present, is a mapping with the keys
-            "recipe" (the fields of `Fp8BlockRecipe.to_dict`) and "fingerprint" (of that recipe).
+        hf_config: configuration object of the checkpoint. Its attribute `jetrl`, if present, is a
+            `Fp8BlockRecipe.to_stamp`.
 
     Raises:
         ValueError: the mapping lacks a key, or the recipe does not have the fingerprint that is stored beside it.
@@ -51,17 +50,7 @@ def carried_recipe(hf_config: Any) -> Fp8BlockRecipe | None:
     stamp = getattr(hf_config, "jetrl", None)
     if stamp is None:
         return None
-    if not isinstance(stamp, Mapping) or not {"recipe", "fingerprint"} <= set(stamp):
-        raise ValueError(
-            f'config.json: "jetrl" is {stamp!r}: expected an object with "recipe" and "fingerprint"; export again'
-        )
-    recipe = Fp8BlockRecipe.from_dict(stamp["recipe"])
-    if recipe.fingerprint != stamp["fingerprint"]:
-        raise ValueError(
-            f"config.json: the stored fingerprint is {stamp['fingerprint']}, but the recipe beside it has "
-            f"{recipe.fingerprint}: one of them was edited, or was written by another version; export again"
-        )
-    return recipe
+    return Fp8BlockRecipe.from_stamp(stamp, "config.json")
 
 
 def _put_operator_first() -> None:

@@ -55,6 +55,16 @@ def test_recipe_dict_round_trips():
         Fp8BlockRecipe.from_dict({"scale": 1})
 
 
+def test_recipe_stamp_that_was_edited_raises():
+    stamp = JETRL_FP8.to_stamp()
+    assert Fp8BlockRecipe.from_stamp({**stamp, "version": 1}, "config.json") == JETRL_FP8
+    edited = {**stamp, "recipe": {**stamp["recipe"], "scale_format": "fp32"}}
+    with pytest.raises(ValueError, match="config.json: the stored fingerprint is .* export again"):
+        Fp8BlockRecipe.from_stamp(edited, "config.json")
+    with pytest.raises(ValueError, match='expected an object with "recipe" and "fingerprint"'):
+        Fp8BlockRecipe.from_stamp({"recipe": stamp["recipe"]}, "config.json")
+
+
 def test_recipe_mismatch_names_field_and_both_values():
     with pytest.raises(ValueError, match=r"training\) != .*checkpoint\): scale_format: 'ue8m0' != 'fp32'"):
         JETRL_FP8.require_same(Fp8BlockRecipe(scale_format="fp32"), ours="training", theirs="checkpoint")
