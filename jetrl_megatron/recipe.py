@@ -147,7 +147,8 @@ class Fp8BlockRecipe:
         """
         if not isinstance(stamp, Mapping) or not {"recipe", "fingerprint"} <= set(stamp):
             raise ValueError(
-                f'{source}: {stamp!r} stands for a recipe: expected an object with "recipe" and "fingerprint"; export again'
+                f'{source}: {stamp!r} stands for a recipe: expected an object with "recipe" and "fingerprint"; '
+                "export again"
             )
         recipe = cls.from_dict(stamp["recipe"])
         if recipe.fingerprint != stamp["fingerprint"]:
