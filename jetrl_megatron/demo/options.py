@@ -40,7 +40,7 @@ class DemoOptions:
     sequences_per_step: int = 4
     sequences_per_microbatch: int = 2
     sequence_length: int = 128
-    prompts: int = 16
+    prompts: int = 8
     new_tokens: int = 64
 
     def __post_init__(self) -> None:

@@ -135,28 +135,42 @@ def _pieces(linear: Fp8LinearMixin, matrices: dict[str, int]) -> Iterator[tuple[
     input_size: Any = linear.input_size
     (held_K,) = _held(columns, [input_size], block)
     for name, held_N in zip(matrices, _held(rows, list(matrices.values()), block), strict=True):
-        if not len(held_N.here):
+        if held_N.rows.here.stop == held_N.rows.here.start:
             continue
-        piece = {
-            "codes": codes[held_N.here][:, held_K.here],
-            "scale": operand.scale[held_N.tiles_here][:, held_K.tiles_here],
-            "rows": held_N.logical,
-            "columns": held_K.logical,
-            "tile_rows": held_N.tiles_logical,
-            "tile_columns": held_K.tiles_logical,
-        }
-        # The file format takes no tensors that share memory, as the columns of q, k and v do.
-        yield name, {part: tensor.contiguous().clone() for part, tensor in piece.items()}
+        yield (
+            name,
+            {
+                # Cloned, because the file format takes no tensors that share memory.
+                "codes": codes[held_N.rows.here, held_K.rows.here].clone(),
+                "scale": operand.scale[held_N.tiles.here, held_K.tiles.here].clone(),
+                "codes_origin": torch.tensor([held_N.rows.origin, held_K.rows.origin]),
+                "scale_origin": torch.tensor([held_N.tiles.origin, held_K.tiles.origin]),
+            },
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """Neighbouring rows: where they are in the aligned operand, and the first one's number in the logical matrix."""
+
+    here: slice
+    origin: int
+
+    @classmethod
+    def of(cls, here: torch.Tensor, logical: torch.Tensor) -> _Run:
+        if not len(here):
+            return cls(slice(0, 0), 0)
+        start, stop = int(here[0]), int(here[-1]) + 1
+        assert stop - start == len(here) == int(logical[-1] - logical[0]) + 1, "a rank holds neighbouring rows"
+        return cls(slice(start, stop), int(logical[0]))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """Where the rows, and tiles of rows, of one logical matrix are in the aligned operand; int64, in step."""
+    """What a rank holds of one logical matrix, in one dimension."""
 
-    here: torch.Tensor
-    logical: torch.Tensor
-    tiles_here: torch.Tensor
-    tiles_logical: torch.Tensor
+    rows: _Run
+    tiles: _Run
 
 
 def _held(layout: TileLayout, sizes: Sequence[int], block: int) -> Iterator[_Held]:
@@ -169,7 +183,7 @@ def _held(layout: TileLayout, sizes: Sequence[int], block: int) -> Iterator[_Hel
         count = ceil_div(size, block)
         row, tile = spread - first * block, tiles - first
         rows_of, tiles_of = (row >= 0) & (row < size), (tile >= 0) & (tile < count)
-        yield _Held(position[rows_of], row[rows_of], tiles_of.nonzero()[:, 0], tile[tiles_of])
+        yield _Held(_Run.of(position[rows_of], row[rows_of]), _Run.of(tiles_of.nonzero()[:, 0], tile[tiles_of]))
         first += count
 
 
@@ -189,16 +203,17 @@ def join_layers(folder: Path) -> Matrices:
             grouped.setdefault(name, []).append(piece)
     joined: Matrices = {}
     for name, pieces in grouped.items():
-        joined[name + _CODES] = _assemble(name, pieces, "codes", "rows", "columns")
-        joined[name + _SCALE] = _assemble(name, pieces, "scale", "tile_rows", "tile_columns")
+        joined[name + _CODES] = _assemble(name, pieces, "codes")
+        joined[name + _SCALE] = _assemble(name, pieces, "scale")
     return joined
 
 
-def _assemble(name: str, pieces: list[Matrices], part: str, rows: str, columns: str) -> torch.Tensor:
-    shape = [1 + max(int(piece[axis].max()) for piece in pieces) for axis in (rows, columns)]
-    whole, seen = pieces[0][part].new_zeros(shape), torch.zeros(shape, dtype=torch.bool)
-    for piece in pieces:
-        place = piece[rows][:, None], piece[columns][None, :]
+def _assemble(name: str, pieces: list[Matrices], part: str) -> torch.Tensor:
+    ends = torch.stack([piece[f"{part}_origin"] + torch.tensor(piece[part].shape) for piece in pieces])
+    whole = pieces[0][part].new_zeros(ends.amax(0).tolist())
+    seen = torch.zeros(whole.shape, dtype=torch.bool)
+    for piece, end in zip(pieces, ends.tolist(), strict=True):
+        place = tuple(slice(start, stop) for start, stop in zip(piece[f"{part}_origin"].tolist(), end, strict=True))
         if (seen[place] & (_bytes(whole[place]) != _bytes(piece[part]))).any():
             raise ValueError(f"{name}: two ranks hold different {part} of the same tile")
         whole[place], seen[place] = piece[part], True
