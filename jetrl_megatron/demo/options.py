@@ -36,7 +36,7 @@ class DemoOptions:
     tp: int = 2
     pp: int = 1
     seed: int = 0
-    learning_rate: float = 1e-5
+    learning_rate: float = 5e-5
     sequences_per_step: int = 4
     sequences_per_microbatch: int = 2
     sequence_length: int = 128
