@@ -168,6 +168,10 @@ def _engine(request: RolloutRequest) -> LLM:
         skip_tokenizer_init=not request.chat,
         max_model_len=max(longest, conversation),
         max_num_seqs=max(1, min(len(request.prompts), 64)),
+        # Before it serves, the engine runs its largest step, which takes a while with the default of some thousand
+        # tokens. Prompts are not cut: vLLM then rewinds the seeded generator of a sequence, and a CPU's cannot be.
+        max_num_batched_tokens=max(longest, conversation, len(request.prompts)),
+        enable_chunked_prefill=False,
         disable_log_stats=True,
         use_tqdm_on_load=False,
     )

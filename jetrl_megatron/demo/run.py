@@ -130,7 +130,13 @@ def rollouts(folder: DemoFolder, options: DemoOptions, prompts: list[tuple[int, 
     return [
         Rollout("fp8_tp1", RolloutRequest(**fp8, chat=(QUESTION,), fp8_weights=str(folder.engine_scales("vllm_tp1")))),
         Rollout(
-            "fp8_tp2", RolloutRequest(**fp8, tensor_parallel_size=2, fp8_weights=str(folder.engine_scales("vllm_tp2")))
+            "fp8_tp2",
+            RolloutRequest(
+                # Fewer tokens: this engine is there for the weights that its ranks hold.
+                **{**fp8, "max_tokens": max(1, options.new_tokens // 2)},
+                tensor_parallel_size=2,
+                fp8_weights=str(folder.engine_scales("vllm_tp2")),
+            ),
         ),
         Rollout("bf16_tp1", RolloutRequest(checkpoint=str(folder.bf16), **shared, chat=(QUESTION,))),
     ]
