@@ -10,10 +10,12 @@ A scale must be constant along the axis that a tensor core sums over. So dy is q
 x is kept in the codes that fprop used and requantised along M; with ue8m0 scales that loses nothing but underflow.
 """
 
-# Shape suffixes: M tokens, N and K rows and columns of the weight as stored; Na and Ka the same in aligned order.
+# Shape suffixes: M tokens, N and K rows and columns of the weight as stored, F half the rows of a gated pair,
+# Mp tokens padded to whole groups.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +23,26 @@ import torch
 import torch.distributed as dist
 
 from jetrl_megatron.ops.alignment import Alignment, reduce_tiles
-from jetrl_megatron.ops.backends import Backend
-from jetrl_megatron.ops.linear import LinearOperand, as_matrix, gemm, pad_rows
+from jetrl_megatron.ops.backends import Gemm, Quantizer
+from jetrl_megatron.ops.linear import LinearOperand, as_matrix
 from jetrl_megatron.recipe import Fp8BlockRecipe
+from jetrl_megatron.reference import block_amax
 from jetrl_megatron.tensor import BlockScaledTensor
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """dy in the forms that the two backward GEMMs contract; None where the recipe or frozen tensors need it not.
+
+    Attributes:
+        rows: codes [M, N] in aligned order, for dgrad.
+        columns: codes [N, Mp] in stored order, for wgrad.
+        stored: BF16 [M, N], for GEMMs that the recipe keeps in BF16.
+    """
+
+    rows: LinearOperand | None
+    columns: BlockScaledTensor | None
+    stored: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -37,27 +55,58 @@ class LinearPlan:
     """
 
     recipe: Fp8BlockRecipe
-    backend: Backend
+    quantizer: Quantizer
+    gemm: Gemm
     rows: Alignment
     columns: Alignment
     group: dist.ProcessGroup | None
 
+    @property
+    def fuses(self) -> bool:
+        """Whether norm and SwiGLU can write this layer's codes, and read its gradient's, without BF16 in between."""
+        recipe = self.recipe
+        full_fp8 = (recipe.dgrad, recipe.wgrad, recipe.saved_activation, recipe.wgrad_gradient_source) == (
+            *("fp8", "fp8", "fp8"),
+            "bf16",
+        )
+        return self.quantizer.fused and full_fp8 and self.rows.direct and self.columns.direct
+
     def quantize_weight(self, weight_NK: torch.Tensor) -> LinearOperand:
-        """The weight's codes in aligned order [Na, Ka]. A collective where tiles are shared among ranks."""
-        w_NaKa = self.columns.align(self.rows.align(weight_NK.detach(), 0), 1).to(torch.bfloat16)
-        amax = reduce_tiles(self.backend.block_amax(w_NaKa, self.recipe.weight_block), self.rows, self.columns)
-        return LinearOperand(self.backend.quantize_weight(w_NaKa, self.recipe, amax=amax), self.backend)
+        """The weight's codes in aligned order. A collective where tiles are shared among ranks."""
+        w = self.columns.align(self.rows.align(weight_NK.detach(), 0), 1).to(torch.bfloat16)
+        amax = None
+        if self.rows.layout.shared or self.columns.layout.shared:
+            amax = reduce_tiles(block_amax(w, self.recipe.weight_block), self.rows, self.columns)
+        return LinearOperand(*self.quantizer.weight(w, self.recipe, amax=amax), self.gemm)
 
     def quantize(self, x: torch.Tensor, alignment: Alignment) -> LinearOperand:
         """Activations [M, K] or gradients [M, N] in stored order, quantised along their aligned last axis."""
-        aligned = alignment.align(x, 1)
-        amax = alignment.reduce_columns(self.backend.block_amax(aligned, self.recipe.activation_block))
-        return LinearOperand(self.backend.quantize_activation(aligned, self.recipe, amax=amax), self.backend)
+        aligned, amax = alignment.align(x, 1), None
+        if alignment.layout.shared:
+            amax = alignment.reduce_columns(block_amax(aligned, self.recipe.activation_block))
+        return self.operand(self.quantizer.activation(aligned, self.recipe, amax=amax))
 
-    def quantize_along_tokens(self, x_MC: torch.Tensor) -> LinearOperand:
-        """x^T [C, M] in groups along M, which is padded with zero to whole groups."""
-        transposed = pad_rows(x_MC, self.recipe.block).t()
-        return LinearOperand(self.backend.quantize_activation(transposed, self.recipe, amax=None), self.backend)
+    def quantize_gradient(self, dy_MN: torch.Tensor, *, needs_dx: bool, needs_dw: bool) -> Gradient:
+        """dy in the forms that the recipe's backward GEMMs want."""
+        recipe = self.recipe
+        for_dgrad, for_wgrad = needs_dx and recipe.dgrad == "fp8", needs_dw and recipe.wgrad == "fp8"
+        rows, columns, stored = None, None, dy_MN
+        if needs_dw and recipe.wgrad_gradient_source == "fp8":
+            rows = self.quantize(dy_MN, self.rows)
+            stored = self.rows.restore(rows.tensor.dequantize(), 1)
+        elif for_dgrad and for_wgrad and self.rows.direct:
+            codes, columns = self.quantizer.both(dy_MN, recipe)
+            rows = self.operand(codes)
+        elif for_dgrad:
+            rows = self.quantize(dy_MN, self.rows)
+        if for_wgrad and columns is None:
+            columns = self.quantizer.along_tokens(stored, recipe)
+        bf16 = needs_dx and recipe.dgrad == "bf16" or needs_dw and recipe.wgrad == "bf16"
+        return Gradient(rows, columns, stored if bf16 else None)
+
+    def operand(self, codes: BlockScaledTensor) -> LinearOperand:
+        """Codes as an operand of this layer's GEMMs."""
+        return LinearOperand(codes, gemm=self.gemm)
 
 
 @dataclass(frozen=True)
@@ -68,10 +117,113 @@ class Communication:
     allreduce_dgrad: bool = False
 
 
+@dataclass(frozen=True)
+class LinearCall:
+    """One linear's part in one forward and its backward.
+
+    Attributes:
+        weight: float [N, K], the parameter that gets the gradient; its numbers enter through `operand` alone.
+        operand: `plan.quantize_weight(weight)`.
+        main_grad: float32 [N, K]; when given, dW is added to it and `weight.grad_added_to_main_grad` is set.
+    """
+
+    plan: LinearPlan
+    weight: torch.Tensor
+    operand: LinearOperand
+    communication: Communication = Communication()
+    main_grad: torch.Tensor | None = None
+
+    def gather(self, x: LinearOperand) -> LinearOperand:
+        """The input of all tokens: under sequence parallelism codes and scales of all ranks."""
+        if not self.communication.sequence_parallel:
+            return x
+        return self.plan.operand(_GatheredCodes(x.tensor, self.plan.group).wait())
+
+    def fprop(self, x: LinearOperand) -> torch.Tensor:
+        """y in stored order, BF16 [M, N]."""
+        return self.plan.rows.restore(self.plan.gemm.nt(x.rows, self.operand.rows), 1)
+
+    def dgrad(self, dy: Gradient) -> torch.Tensor:
+        """dx in stored order, BF16 [M, K]."""
+        if dy.rows is None or self.plan.recipe.dgrad == "bf16":
+            assert dy.stored is not None
+            weight_NK: torch.Tensor = self.weight.detach().to(torch.bfloat16)
+            return dy.stored.to(torch.bfloat16) @ weight_NK
+        return self.plan.columns.restore(self.plan.gemm.nt(dy.rows.rows, self.operand.columns), 1)
+
+    def start_gather(self, x: BlockScaledTensor | torch.Tensor) -> _GatheredCodes | _Gathered | None:
+        """Under sequence parallelism, sets out to collect the saved input of all ranks."""
+        if not self.communication.sequence_parallel:
+            return None
+        group = self.plan.group
+        return _Gathered(x, group) if isinstance(x, torch.Tensor) else _GatheredCodes(x, group)
+
+    def reduce_dgrad(self, dx_MK: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
+        """Sets out to sum dx over the tensor-parallel ranks, as the layer's kind asks."""
+        group = self.plan.group
+        if self.communication.sequence_parallel:
+            scattered = dx_MK.new_empty(dx_MK.shape[0] // dist.get_world_size(group), dx_MK.shape[1])
+            return scattered, dist.reduce_scatter_tensor(scattered, dx_MK.contiguous(), group=group, async_op=True)
+        if self.communication.allreduce_dgrad:
+            dx_MK = dx_MK.contiguous()
+            return dx_MK, dist.all_reduce(dx_MK, group=group, async_op=True)
+        return dx_MK, None
+
+    def wgrad(self, dy: Gradient, x: BlockScaledTensor | torch.Tensor) -> torch.Tensor:
+        """Adds dW to main_grad and returns a placeholder, or returns dW in the weight's dtype.
+
+        Args:
+            x: the saved input of all tokens: codes in aligned order, or BF16 [M, K] in stored order.
+        """
+        plan, main_grad = self.plan, self.main_grad
+        if plan.recipe.wgrad == "bf16":
+            assert dy.stored is not None
+            return self._finish((dy.stored.to(torch.bfloat16).t() @ self._stored(x).to(torch.bfloat16)).float())
+        assert dy.columns is not None
+        if isinstance(x, BlockScaledTensor) and plan.columns.position is None:
+            x_columns = plan.quantizer.requantize_along_tokens(x)
+        else:
+            x_columns = plan.quantizer.along_tokens(self._stored(x), plan.recipe)
+        operands = plan.gemm.prepare(dy.columns), plan.gemm.prepare(x_columns)
+        if main_grad is not None and main_grad.dtype == torch.float32 and main_grad.is_contiguous():
+            plan.gemm.accumulate_nt(*operands, main_grad)
+            return self._placeholder()
+        dw_NK = torch.zeros(self.weight.shape, dtype=torch.float32, device=self.weight.device)
+        plan.gemm.accumulate_nt(*operands, dw_NK)
+        return self._finish(dw_NK)
+
+    def _stored(self, x: BlockScaledTensor | torch.Tensor) -> torch.Tensor:
+        return x if isinstance(x, torch.Tensor) else self.plan.columns.restore(x.dequantize(), 1)
+
+    def _finish(self, dw_NK: torch.Tensor) -> torch.Tensor:
+        if self.main_grad is None:
+            return dw_NK.to(self.weight.dtype)
+        self.main_grad.add_(dw_NK)
+        return self._placeholder()
+
+    def _placeholder(self) -> torch.Tensor:
+        # Megatron's hooks want a gradient to exist, and do not read it once the flag is set.
+        self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        if getattr(self.weight, "zero_out_wgrad", False):
+            return torch.zeros_like(self.weight)
+        return torch.empty_like(self.weight)
+
+
 def _gather_rows(x: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, dist.Work]:
     world = dist.get_world_size(group)
     gathered = x.new_empty(x.shape[0] * world, *x.shape[1:])
     return gathered, dist.all_gather_into_tensor(gathered, x.contiguous(), group=group, async_op=True)
+
+
+class _Gathered:
+    """An asynchronous all-gather over the token axis."""
+
+    def __init__(self, local: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+        self._all, self._work = _gather_rows(local, group)
+
+    def wait(self) -> torch.Tensor:
+        self._work.wait()
+        return self._all
 
 
 class _GatheredCodes:
@@ -80,39 +232,24 @@ class _GatheredCodes:
     def __init__(self, local: BlockScaledTensor, group: dist.ProcessGroup | None) -> None:
         self._local = local
         # Bytes, because not every communication library knows float8.
-        self._codes, self._codes_work = _gather_rows(local.data.view(torch.uint8), group)
-        self._scale, self._scale_work = _gather_rows(local.scale, group)
+        self._codes = _Gathered(local.data.view(torch.uint8), group)
+        self._scale = _Gathered(local.scale, group)
 
     def wait(self) -> BlockScaledTensor:
-        self._codes_work.wait()
-        self._scale_work.wait()
-        return BlockScaledTensor(
-            self._codes.view(self._local.data.dtype), self._scale, self._local.block, self._local.recipe
-        )
+        codes = self._codes.wait().view(self._local.data.dtype)
+        return BlockScaledTensor(codes, self._scale.wait(), self._local.block, self._local.recipe)
 
 
-def _reduce_dgrad(
-    dx_MK: torch.Tensor, communication: Communication, group: dist.ProcessGroup | None
-) -> tuple[torch.Tensor, dist.Work | None]:
-    if communication.sequence_parallel:
-        scattered = dx_MK.new_empty(dx_MK.shape[0] // dist.get_world_size(group), dx_MK.shape[1])
-        return scattered, dist.reduce_scatter_tensor(scattered, dx_MK.contiguous(), group=group, async_op=True)
-    if communication.allreduce_dgrad:
-        dx_MK = dx_MK.contiguous()
-        return dx_MK, dist.all_reduce(dx_MK, group=group, async_op=True)
-    return dx_MK, None
+def _codes(saved: Iterator[torch.Tensor], plan: LinearPlan) -> BlockScaledTensor:
+    return BlockScaledTensor(next(saved), next(saved), plan.recipe.activation_block, plan.recipe)
 
 
-def _finish_wgrad(dw_NK: torch.Tensor, weight: torch.Tensor, main_grad: torch.Tensor | None) -> torch.Tensor:
-    """Adds FP32 dW into main_grad and returns a placeholder, or returns dW in the weight's dtype."""
-    if main_grad is None:
-        return dw_NK.to(weight.dtype)
-    main_grad.add_(dw_NK)
-    # Megatron's hooks want a gradient to exist, and do not read it once the flag is set.
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    if getattr(weight, "zero_out_wgrad", False):
-        return torch.zeros_like(weight)
-    return torch.empty_like(weight)
+@dataclass(frozen=True)
+class Norm:
+    """The RMSNorm before a linear, computed together with the quantisation of its result."""
+
+    weight: torch.Tensor
+    eps: float
 
 
 class BlockFp8Linear(torch.autograd.Function):
@@ -124,124 +261,164 @@ class BlockFp8Linear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        operand: LinearOperand,
-        plan: LinearPlan,
-        communication: Communication,
-        main_grad: torch.Tensor | None,
+        norm_weight: torch.Tensor | None,
+        call: LinearCall,
+        norm: Norm | None,
     ) -> torch.Tensor:
+        plan = call.plan
         x_MK = as_matrix(x.detach()).to(torch.bfloat16)
-        x_codes = plan.quantize(x_MK, plan.columns)
-        total = x_codes
-        if communication.sequence_parallel:
-            total = LinearOperand(_GatheredCodes(x_codes.tensor, plan.group).wait(), plan.backend)
-        y_MN = plan.rows.restore(gemm(total, operand.rows).to(torch.bfloat16), 1).to(x.dtype)
+        x_codes, for_norm = _quantize_input(plan, x_MK, norm)
+        y_MN = call.fprop(call.gather(x_codes)).to(x.dtype)
         if bias is not None:
             y_MN = y_MN + bias
-
-        saved: tuple[torch.Tensor, ...] = ()
-        if weight.requires_grad and plan.recipe.saved_activation == "bf16":
-            saved = (x_MK,)
-        elif weight.requires_grad:
-            saved = (x_codes.tensor.data, x_codes.tensor.scale)
-        ctx.save_for_backward(*saved)
-        ctx.weight, ctx.operand, ctx.plan, ctx.communication = weight, operand, plan, communication
-        ctx.main_grad, ctx.has_bias = main_grad, bias is not None
+        for_wgrad: tuple[torch.Tensor, ...] = ()
+        if weight.requires_grad:
+            bf16 = plan.recipe.saved_activation == "bf16"
+            for_wgrad = (x_MK,) if bf16 else (x_codes.tensor.data, x_codes.tensor.scale)
+        ctx.save_for_backward(*for_norm, *for_wgrad)
+        ctx.call, ctx.has_bias, ctx.has_norm = call, bias is not None, norm is not None
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        leading = (x.shape[0] * dist.get_world_size(plan.group),) if communication.sequence_parallel else (x.shape[0],)
-        return y_MN.view(*(leading if x.dim() > 1 else ()), *x.shape[1:-1], y_MN.shape[-1])
+        return _like_input(y_MN, x, call)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        plan, communication, recipe = ctx.plan, ctx.communication, ctx.plan.recipe
-        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        call: LinearCall = ctx.call
+        plan = call.plan
+        needs_x, needs_dw, needs_db, needs_norm = ctx.needs_input_grad[:4]
+        needs_dx = needs_x or needs_norm
         dy_MN = as_matrix(dy).to(torch.bfloat16)
-        gather = _start_gather(ctx) if needs_dw else None
-
-        dy_codes = None
-        if needs_dx and recipe.dgrad == "fp8" or needs_dw and recipe.wgrad_gradient_source == "fp8":
-            dy_codes = plan.quantize(dy_MN, plan.rows)
-        dx, work = None, None
-        if needs_dx:
-            dx, work = _reduce_dgrad(_dgrad(ctx, dy_MN, dy_codes), communication, plan.group)
-        dw = None
+        saved = iter(ctx.saved_tensors)
+        for_norm = tuple(next(saved) for _ in range(3)) if ctx.has_norm else ()
+        saved_x, gather = None, None
         if needs_dw:
-            dw_NK = _wgrad(plan, dy_MN, dy_codes, _saved_input(ctx, gather))
-            dw = _finish_wgrad(dw_NK, ctx.weight, ctx.main_grad)
+            saved_x = next(saved) if plan.recipe.saved_activation == "bf16" else _codes(saved, plan)
+            gather = call.start_gather(saved_x)
+        gradient = plan.quantize_gradient(dy_MN, needs_dx=needs_dx, needs_dw=needs_dw)
+        dx, work, dw, dnorm = None, None, None, None
+        if needs_dx:
+            dx, work = call.reduce_dgrad(call.dgrad(gradient))
+        if saved_x is not None:
+            dw = call.wgrad(gradient, saved_x if gather is None else gather.wait())
         db = dy_MN.sum(dim=0).to(dy.dtype) if ctx.has_bias and needs_db else None
         if work is not None:
             work.wait()
+        if dx is not None and for_norm:
+            dx, dnorm = _norm_backward(plan, dx, *for_norm)
         if dx is not None:
             dx = dx.to(ctx.x_dtype).view(ctx.x_shape)
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, dnorm, None, None
 
 
-def _start_gather(ctx: Any) -> _GatheredCodes | tuple[torch.Tensor, dist.Work] | None:
-    if not ctx.communication.sequence_parallel:
-        return None
-    if ctx.plan.recipe.saved_activation == "bf16":
-        return _gather_rows(ctx.saved_tensors[0], ctx.plan.group)
-    return _GatheredCodes(_saved_codes(ctx), ctx.plan.group)
+class BlockFp8SwiGluMlp(torch.autograd.Function):
+    """(silu(gate) * up) W2^T with [gate, up] = x W1^T: quantised between the linears without BF16 in memory."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight_1: torch.Tensor,
+        weight_2: torch.Tensor,
+        norm_weight: torch.Tensor | None,
+        call_1: LinearCall,
+        call_2: LinearCall,
+        norm: Norm | None,
+    ) -> torch.Tensor:
+        x_codes, for_norm = _quantize_input(call_1.plan, as_matrix(x.detach()).to(torch.bfloat16), norm)
+        y_M2F = call_1.fprop(call_1.gather(x_codes))
+        h_codes = call_2.plan.operand(call_2.plan.quantizer.swiglu(y_M2F, call_2.plan.recipe))
+        z_MK = call_2.fprop(h_codes).to(x.dtype)
+        codes = [part for o in (x_codes, h_codes) for part in (o.tensor.data, o.tensor.scale)]
+        ctx.save_for_backward(*for_norm, *codes, y_M2F)
+        ctx.calls, ctx.has_norm = (call_1, call_2), norm is not None
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        return _like_input(z_MK, x, call_1)
+
+    @staticmethod
+    def backward(ctx: Any, dz: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call_1, call_2 = ctx.calls
+        plan_1, plan_2 = call_1.plan, call_2.plan
+        needs_x, needs_dw1, needs_dw2, needs_norm = ctx.needs_input_grad[:4]
+        saved = iter(ctx.saved_tensors)
+        for_norm = tuple(next(saved) for _ in range(3)) if ctx.has_norm else ()
+        x_codes, h_codes, y_M2F = _codes(saved, plan_1), _codes(saved, plan_2), next(saved)
+        gather = call_1.start_gather(x_codes) if needs_dw1 else None
+        dz_MK = as_matrix(dz).to(torch.bfloat16)
+        gradient_2 = plan_2.quantize_gradient(dz_MK, needs_dx=True, needs_dw=needs_dw2)
+        dh_MF = call_2.dgrad(gradient_2)
+        dw2 = call_2.wgrad(gradient_2, h_codes) if needs_dw2 else None
+        rows, columns = plan_1.quantizer.swiglu_backward(dh_MF, y_M2F, plan_1.recipe)
+        gradient_1 = Gradient(plan_1.operand(rows), columns, None)
+        dx, work, dw1, dnorm = None, None, None, None
+        if needs_x or needs_norm:
+            dx, work = call_1.reduce_dgrad(call_1.dgrad(gradient_1))
+        if needs_dw1:
+            dw1 = call_1.wgrad(gradient_1, x_codes if gather is None else gather.wait())
+        if work is not None:
+            work.wait()
+        if dx is not None and for_norm:
+            dx, dnorm = _norm_backward(plan_1, dx, *for_norm)
+        if dx is not None:
+            dx = dx.to(ctx.x_dtype).view(ctx.x_shape)
+        return dx, dw1, dw2, dnorm, None, None, None
 
 
-def _saved_codes(ctx: Any) -> BlockScaledTensor:
-    data, scale = ctx.saved_tensors
-    return BlockScaledTensor(data, scale, ctx.plan.recipe.activation_block, ctx.plan.recipe)
+def _quantize_input(
+    plan: LinearPlan, x_MK: torch.Tensor, norm: Norm | None
+) -> tuple[LinearOperand, tuple[torch.Tensor, ...]]:
+    """Codes of the input, after its norm if there is one, and what the norm's backward needs."""
+    if norm is None:
+        return plan.quantize(x_MK, plan.columns), ()
+    codes, rstd_M = plan.quantizer.rms_norm(x_MK, norm.weight.detach(), norm.eps, plan.recipe)
+    return plan.operand(codes), (x_MK, norm.weight, rstd_M)
 
 
-def _saved_input(ctx: Any, gather: _GatheredCodes | tuple[torch.Tensor, dist.Work] | None) -> torch.Tensor:
-    """The input of all tokens in stored order [M, K], BF16 or dequantised to float32."""
-    if isinstance(gather, tuple):
-        gathered, work = gather
-        work.wait()
-        return gathered
-    plan: LinearPlan = ctx.plan
-    if plan.recipe.saved_activation == "bf16":
-        x_MK: torch.Tensor = ctx.saved_tensors[0]
-        return x_MK
-    codes = _saved_codes(ctx) if gather is None else gather.wait()
-    return plan.columns.restore(codes.dequantize(), 1)
+def _norm_backward(
+    plan: LinearPlan, dy_MK: torch.Tensor, x_MK: torch.Tensor, weight_K: torch.Tensor, rstd_M: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dx_MK, dweight_K = plan.quantizer.rms_norm_backward(dy_MK, x_MK, weight_K, rstd_M)
+    return dx_MK, dweight_K.to(weight_K.dtype)
 
 
-def _dgrad(ctx: Any, dy_MN: torch.Tensor, dy_codes: LinearOperand | None) -> torch.Tensor:
-    plan: LinearPlan = ctx.plan
-    if plan.recipe.dgrad == "bf16":
-        weight_NK: torch.Tensor = ctx.weight.detach().to(torch.bfloat16)
-        return dy_MN @ weight_NK
-    assert dy_codes is not None
-    return plan.columns.restore(gemm(dy_codes, ctx.operand.columns).to(torch.bfloat16), 1)
-
-
-def _wgrad(plan: LinearPlan, dy_MN: torch.Tensor, dy_codes: LinearOperand | None, x_MK: torch.Tensor) -> torch.Tensor:
-    if plan.recipe.wgrad_gradient_source == "fp8":
-        assert dy_codes is not None
-        dy_MN = plan.rows.restore(dy_codes.tensor.dequantize(), 1)
-    if plan.recipe.wgrad == "bf16":
-        return (dy_MN.to(torch.bfloat16).t() @ x_MK.to(torch.bfloat16)).float()
-    return gemm(plan.quantize_along_tokens(dy_MN), plan.quantize_along_tokens(x_MK).rows)
+def _like_input(y_MN: torch.Tensor, x: torch.Tensor, call: LinearCall) -> torch.Tensor:
+    """[M, N] with the leading axes of x; under sequence parallelism axis 0 is that of all ranks."""
+    world = dist.get_world_size(call.plan.group) if call.communication.sequence_parallel else 1
+    leading = (x.shape[0] * world, *x.shape[1:-1]) if x.dim() > 1 else ()
+    return y_MN.view(*leading, y_MN.shape[-1])
 
 
 def block_fp8_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    operand: LinearOperand,
-    plan: LinearPlan,
-    communication: Communication | None = None,
-    *,
-    main_grad: torch.Tensor | None = None,
+    x: torch.Tensor, call: LinearCall, *, bias: torch.Tensor | None = None, norm: Norm | None = None
 ) -> torch.Tensor:
     """y = x W^T + bias, all three GEMMs in the plan's recipe.
 
     Args:
         x: float [..., K] as the rank holds it; under sequence parallelism axis 0 is the rank's part of the sequence.
-        weight: float [N, K], the parameter that gets the gradient; its numbers enter through `operand` alone.
         bias: float [N] or None.
-        operand: `plan.quantize_weight(weight)`.
-        main_grad: float32 [N, K]; when given, dW is added to it and `weight.grad_added_to_main_grad` is set.
+        norm: RMSNorm of x before the linear. Only where `call.plan.fuses`.
 
     Returns:
         x.dtype [..., N], rounded to BF16.
     """
-    communication = communication or Communication()
-    result: torch.Tensor = BlockFp8Linear.apply(x, weight, bias, operand, plan, communication, main_grad)
+    assert norm is None or call.plan.fuses
+    norm_weight = None if norm is None else norm.weight
+    result: torch.Tensor = BlockFp8Linear.apply(x, call.weight, bias, norm_weight, call, norm)
+    return result
+
+
+def block_fp8_swiglu_mlp(
+    x: torch.Tensor, call_1: LinearCall, call_2: LinearCall, *, norm: Norm | None = None
+) -> torch.Tensor:
+    """Both linears of a gated MLP and the SwiGLU between them. Only where both plans fuse.
+
+    Args:
+        x: float [..., K], see `block_fp8_linear`.
+        call_1: the linear whose rows are gate, then up.
+        call_2: the linear after; its output is the rank's partial sum.
+
+    Returns:
+        x.dtype [..., K], rounded to BF16.
+    """
+    assert call_1.plan.fuses and call_2.plan.fuses
+    norm_weight = None if norm is None else norm.weight
+    result: torch.Tensor = BlockFp8SwiGluMlp.apply(x, call_1.weight, call_2.weight, norm_weight, call_1, call_2, norm)
     return result

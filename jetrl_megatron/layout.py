@@ -29,7 +29,8 @@ class TileLayout:
     Attributes:
         stored: rows that the rank stores.
         aligned: rows of the aligned operand.
-        position: row of the aligned operand for each stored row, or None when the two are the same.
+        position: row of the aligned operand for each stored row, or None when the stored rows are an aligned operand:
+            whole tiles, each starting at a multiple of the block, in whatever order.
         tiles: for each tile row of the aligned operand, its number among the tile rows of all logical matrices.
         total_tiles: tile rows of all logical matrices together.
         shared: whether any rank holds only a part of a tile, so that amaxes must be reduced over the ranks.
@@ -85,8 +86,21 @@ def _layout(runs_of_rank: list[list[Run]], rank: int, sizes: tuple[int, ...], bl
             aligned = base + stop
         first_tile += ceil_div(size, block)
     position = [bases[matrix] + first + i for matrix, first, length in runs_of_rank[rank] for i in range(length)]
-    plain = position == list(range(aligned))
-    return TileLayout(len(position), aligned, None if plain else tuple(position), tuple(tiles), first_tile, shared)
+    in_place = _tiles_in_place(position, block)
+    if in_place is not None:
+        return TileLayout(len(position), len(position), None, tuple(tiles[t] for t in in_place), first_tile, shared)
+    return TileLayout(len(position), aligned, tuple(position), tuple(tiles), first_tile, shared)
+
+
+def _tiles_in_place(position: list[int], block: int) -> list[int] | None:
+    """Which aligned tile each stored tile is, or None where stored tiles are no whole tiles of the operand."""
+    starts = position[::block]
+    if any(position[row] != starts[row // block] + row % block for row in range(len(position))):
+        return None
+    if any(start % block for start in starts) or len(set(starts)) < len(starts):
+        return None
+    # A tile cut by another rank may hold fewer rows than it has; they must be its last stored ones.
+    return [start // block for start in starts]
 
 
 @lru_cache(maxsize=256)

@@ -119,3 +119,36 @@ def gemm_nt(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
         a_MK, b_NK: dequantised operands, float64.
     """
     return (a_MK @ b_NK.t()).to(torch.float32)
+
+
+def rms_norm(x_MK: torch.Tensor, weight_K: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """x / rms(x) * weight in float32, rounded once: BF16 [M, K], and float32 [M] 1 / rms."""
+    x = x_MK.float()
+    rstd_M = torch.rsqrt(x.square().mean(dim=1) + eps)
+    return (x * rstd_M[:, None] * weight_K.float()).to(torch.bfloat16), rstd_M
+
+
+def rms_norm_backward(
+    dy_MK: torch.Tensor, x_MK: torch.Tensor, weight_K: torch.Tensor, rstd_M: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `rms_norm`: of x, BF16 [M, K], and of the weight, float32 [K]."""
+    normed = x_MK.float() * rstd_M[:, None]
+    weighted = dy_MK.float() * weight_K.float()
+    dx = (weighted - normed * (weighted * normed).mean(dim=1, keepdim=True)) * rstd_M[:, None]
+    return dx.to(torch.bfloat16), (dy_MK.float() * normed).sum(dim=0)
+
+
+def swiglu(y_M2F: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up: BF16 [M, F]; gate is the first half of y. silu is rounded to BF16 before the product."""
+    gate, up = y_M2F.to(torch.bfloat16).chunk(2, dim=1)
+    return F.silu(gate) * up
+
+
+def swiglu_backward(dh_MF: torch.Tensor, y_M2F: torch.Tensor) -> torch.Tensor:
+    """Gradient of `swiglu`: BF16 [M, 2F], each half rounded once."""
+    gate, up = (half.float() for half in y_M2F.to(torch.bfloat16).chunk(2, dim=1))
+    dh = dh_MF.float()
+    sigmoid = torch.sigmoid(gate)
+    dgate = dh * up * (sigmoid * (1 + gate * (1 - sigmoid)))
+    dup = dh * (gate * sigmoid).to(torch.bfloat16).float()
+    return torch.cat([dgate, dup], dim=1).to(torch.bfloat16)

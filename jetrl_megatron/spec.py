@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexer
-from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -25,6 +26,7 @@ from jetrl_megatron.layers import (
     Fp8LinearMixin,
     JetRLColumnParallelLinear,
     JetRLLayerNormColumnParallelLinear,
+    JetRLMLP,
     JetRLRowParallelLinear,
 )
 from jetrl_megatron.recipe import JETRL_FP8, Fp8BlockRecipe
@@ -68,6 +70,9 @@ class _Swap:
         for old, new in self._stand_ins:
             if spec is old:
                 return new
+        if isinstance(spec, types.MethodType) and spec.__self__ is MLP:
+            # `MLP.as_mlp_submodule`, the builder of dense layers' MLPs.
+            return getattr(JetRLMLP, spec.__name__)
         if isinstance(spec, type):
             return self._layer(spec)
         if isinstance(spec, ModuleSpec):
@@ -136,10 +141,10 @@ def jetrl_spec(spec: Any, recipe: Fp8BlockRecipe = JETRL_FP8) -> Any:
     """The same spec with FP8 linears.
 
     Column- and RowParallelLinear, Megatron's own or TransformerEngine's, become JetRL's, wherever they stand in the
-    tree; TransformerEngine's fused norm + linear becomes one with the same state-dict keys, and its grouped experts
-    become SequentialMLP. Norms, attention, routers, the multi-token-prediction projection, Mamba and gated-delta-net
-    mixers, embeddings and the output layer stay. Where TransformerEngine is not installed, its norm and attention
-    placeholders become Megatron's own modules.
+    tree; TransformerEngine's fused norm + linear becomes one with the same state-dict keys, its grouped experts become
+    SequentialMLP, and the MLP of a dense layer becomes `JetRLMLP`. Norms, attention, routers, the
+    multi-token-prediction projection, Mamba and gated-delta-net mixers, embeddings and the output layer stay. Where
+    TransformerEngine is not installed, its norm and attention placeholders become Megatron's own modules.
 
     Args:
         spec: ModuleSpec, a submodules dataclass, functools.partial, list, or class. Not modified.

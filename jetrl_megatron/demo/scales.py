@@ -135,14 +135,13 @@ def _pieces(linear: Fp8LinearMixin, matrices: dict[str, int]) -> Iterator[tuple[
     input_size: Any = linear.input_size
     (held_K,) = _held(columns, [input_size], block)
     for name, held_N in zip(matrices, _held(rows, list(matrices.values()), block), strict=True):
-        if held_N.rows.here.stop == held_N.rows.here.start:
+        if not len(held_N.rows.here):
             continue
         yield (
             name,
             {
-                # Cloned, because the file format takes no tensors that share memory.
-                "codes": codes[held_N.rows.here, held_K.rows.here].clone(),
-                "scale": operand.scale[held_N.tiles.here, held_K.tiles.here].clone(),
+                "codes": codes[held_N.rows.here][:, held_K.rows.here],
+                "scale": operand.scale[held_N.tiles.here][:, held_K.tiles.here],
                 "codes_origin": torch.tensor([held_N.rows.origin, held_K.rows.origin]),
                 "scale_origin": torch.tensor([held_N.tiles.origin, held_K.tiles.origin]),
             },
@@ -151,18 +150,18 @@ def _pieces(linear: Fp8LinearMixin, matrices: dict[str, int]) -> Iterator[tuple[
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """Neighbouring rows: where they are in the aligned operand, and the first one's number in the logical matrix."""
+    """Rows that are neighbours in the logical matrix: where they are in the operand, and the first one's number."""
 
-    here: slice
+    here: torch.Tensor
     origin: int
 
     @classmethod
     def of(cls, here: torch.Tensor, logical: torch.Tensor) -> _Run:
         if not len(here):
-            return cls(slice(0, 0), 0)
-        start, stop = int(here[0]), int(here[-1]) + 1
-        assert stop - start == len(here) == int(logical[-1] - logical[0]) + 1, "a rank holds neighbouring rows"
-        return cls(slice(start, stop), int(logical[0]))
+            return cls(here, 0)
+        logical, order = logical.sort()
+        assert len(here) == int(logical[-1] - logical[0]) + 1, "a rank holds neighbouring rows"
+        return cls(here[order], int(logical[0]))
 
 
 @dataclasses.dataclass(frozen=True)

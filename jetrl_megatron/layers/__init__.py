@@ -3,6 +3,7 @@
 from jetrl_megatron.layers.column_parallel import JetRLColumnParallelLinear
 from jetrl_megatron.layers.fp8_linear import Fp8LinearMixin
 from jetrl_megatron.layers.layernorm_column_parallel import JetRLLayerNormColumnParallelLinear
+from jetrl_megatron.layers.mlp import JetRLMLP
 from jetrl_megatron.layers.row_parallel import JetRLRowParallelLinear
 from jetrl_megatron.layers.weight import VersionedParameter, WeightCache
 
@@ -10,6 +11,7 @@ __all__ = [
     "Fp8LinearMixin",
     "JetRLColumnParallelLinear",
     "JetRLLayerNormColumnParallelLinear",
+    "JetRLMLP",
     "JetRLRowParallelLinear",
     "VersionedParameter",
     "WeightCache",

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jetrl_megatron.autograd import Communication, LinearPlan, block_fp8_linear
+from jetrl_megatron.autograd import Communication, LinearCall, LinearPlan, Norm, block_fp8_linear
 from jetrl_megatron.layers.weight import VersionedParameter, WeightCache
 from jetrl_megatron.layout import TileLayout
-from jetrl_megatron.ops import LinearOperand, select
+from jetrl_megatron.ops import LinearOperand, select_gemm, select_quantizer
 from jetrl_megatron.ops.alignment import Alignment
 from jetrl_megatron.recipe import Fp8BlockRecipe
 
@@ -80,10 +80,11 @@ class Fp8LinearMixin(torch.nn.Module):
         self.quantized = self.recipe.quantizes(name, num_layers)
 
     def plan(self, device: torch.device) -> LinearPlan:
-        """Backend and alignments for the device; made at the first call, since modules are moved after building."""
+        """Quantiser, GEMM and alignments for the device; made at the first call, since modules are moved after building."""
         if self._plan is None or self._plan.rows.tiles.device != device:
             rows, columns = (Alignment(layout, self.tp_group, device) for layout in self._layouts)
-            self._plan = LinearPlan(self.recipe, select(self.recipe, device), rows, columns, self.tp_group)
+            quantizer, gemm = select_quantizer(self.recipe, device), select_gemm(self.recipe, device)
+            self._plan = LinearPlan(self.recipe, quantizer, gemm, rows, columns, self.tp_group)
             self._cache = WeightCache(self._plan.quantize_weight)
         return self._plan
 
@@ -98,8 +99,11 @@ class Fp8LinearMixin(torch.nn.Module):
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self.quantized:
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc, no-any-return]
-        return self._fp8_forward(input, weight, **kwargs)
+        result: torch.Tensor = self._fp8_forward(input, weight, **kwargs)
+        return result
 
+    # Process groups, caches keyed on versions and collectives mean nothing to a tracer; the model around is compiled.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _fp8_forward(
         self,
         input: torch.Tensor,
@@ -118,16 +122,22 @@ class Fp8LinearMixin(torch.nn.Module):
                 f"defer_embedding_wgrad_compute and gtp_remat_size={gtp_remat_size} do not work with FP8 linears: turn "
                 "them off, or name the layer in the recipe's ignore list"
             )
-        operand = self.quantized_weight(weight)
+        communication = Communication(sequence_parallel=sequence_parallel, allreduce_dgrad=allreduce_dgrad)
+        call = self.linear_call(weight, communication, fuse_gradients=gradient_accumulation_fusion)
+        return block_fp8_linear(input, call, bias=bias, norm=self.fused_norm())
+
+    def linear_call(self, weight: torch.Tensor, communication: Communication, *, fuse_gradients: bool) -> LinearCall:
+        """What one forward of this layer computes with.
+
+        Args:
+            fuse_gradients: whether dW is added to main_grad even if Megatron's hooks have not marked the weight.
+        """
         main_grad = getattr(weight, "main_grad", None)
-        if not (gradient_accumulation_fusion or hasattr(weight, "grad_added_to_main_grad")):
+        if not (fuse_gradients or hasattr(weight, "grad_added_to_main_grad")):
             main_grad = None
-        return block_fp8_linear(
-            input,
-            weight,
-            bias,
-            operand,
-            self.plan(weight.device),
-            Communication(sequence_parallel=sequence_parallel, allreduce_dgrad=allreduce_dgrad),
-            main_grad=main_grad,
-        )
+        operand = self.quantized_weight(weight)
+        return LinearCall(self.plan(weight.device), weight, operand, communication, main_grad)
+
+    def fused_norm(self) -> Norm | None:
+        """The norm that the forward computes together with the quantisation of its result, if the layer has one."""
+        return None

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from jetrl_megatron.autograd import Norm
 from jetrl_megatron.layers.column_parallel import JetRLColumnParallelLinear
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ class JetRLLayerNormColumnParallelLinear(JetRLColumnParallelLinear):
     """Drop-in for Megatron's TELayerNormColumnParallelLinear.
 
     The norm (`config.normalization`, RMSNorm or LayerNorm) runs in float32 and its result is rounded to the input's
-    dtype; `layer_norm_weight` (and `layer_norm_bias`), [input_size], are replicated over tensor-parallel ranks.
+    dtype; on a Hopper GPU one kernel computes RMSNorm and the codes of its BF16 result. `layer_norm_weight` (and `layer_norm_bias`), [input_size], are replicated over tensor-parallel ranks.
 
     Raises:
         ValueError: `config.normalization` is neither RMSNorm nor LayerNorm.
@@ -50,13 +51,20 @@ class JetRLLayerNormColumnParallelLinear(JetRLColumnParallelLinear):
             return F.rms_norm(x.float(), size, weight, eps).to(x.dtype)
         return F.layer_norm(x.float(), size, weight, self.layer_norm_bias.float(), eps).to(x.dtype)
 
+    def fused_norm(self) -> Norm | None:
+        """RMSNorm, where the quantiser fuses it."""
+        config: Any = self.config
+        plain = self.layer_norm_bias is None and not config.layernorm_zero_centered_gamma
+        if not (self.quantized and plain and self.plan(self.weight.device).fuses):
+            return None
+        return Norm(self.layer_norm_weight, config.layernorm_epsilon)
+
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Norm, then the linear: see `JetRLColumnParallelLinear`."""
-        result: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
-            self._normalize(input_), weight, runtime_gather_output
-        )
+        x = input_ if self.fused_norm() is not None else self._normalize(input_)
+        result: tuple[torch.Tensor, torch.Tensor | None] = super().forward(x, weight, runtime_gather_output)
         return result
 
     def sharded_state_dict(

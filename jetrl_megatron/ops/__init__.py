@@ -1,14 +1,18 @@
-"""Quantisers and GEMM, each on the backend that `select` chose for the device."""
+"""Quantisers and GEMMs, each on the candidate that `select` chose for the device."""
 
-from jetrl_megatron.ops.backends import BACKENDS, Backend, select
-from jetrl_megatron.ops.linear import LinearOperand, gemm, quantize_activation, quantize_weight
+from jetrl_megatron.ops.backends import Gemm, Quantizer
+from jetrl_megatron.ops.linear import LinearOperand, quantize_activation, quantize_weight
+from jetrl_megatron.ops.selection import GEMMS, QUANTIZERS, select, select_gemm, select_quantizer
 
 __all__ = [
-    "BACKENDS",
-    "Backend",
+    "GEMMS",
+    "QUANTIZERS",
+    "Gemm",
     "LinearOperand",
-    "gemm",
+    "Quantizer",
     "quantize_activation",
     "quantize_weight",
     "select",
+    "select_gemm",
+    "select_quantizer",
 ]

@@ -27,6 +27,11 @@ class Alignment:
         if layout.position is not None:
             self.position = torch.tensor(layout.position, dtype=torch.long, device=device)
 
+    @property
+    def direct(self) -> bool:
+        """Whether quantisers can work on stored data by themselves: nothing moves and no tile is shared."""
+        return self.position is None and not self.layout.shared
+
     def align(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Stored order to aligned order along `dim`; rows that other ranks hold become zero."""
         if self.position is None:

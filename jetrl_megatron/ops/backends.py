@@ -1,63 +1,156 @@
-"""Which implementation computes an operator: an ordered tuple of candidates, asked once.
+"""What a quantiser and a GEMM must offer, and the plain torch ones that serve where nothing faster does.
 
 Every candidate answers `refusal()`: None, or why it cannot serve. All quantisers are byte-equal, so the choice among
-them is one of speed; a GEMM backend may serve a recipe only with the accumulation that the recipe's rollout uses.
+them is one of speed; a GEMM may serve a recipe only with the accumulation that the recipe's rollout uses.
 """
+
+# Shape suffixes: M tokens, N and K rows and columns of a weight, C features, F features of a gated pair's half,
+# Mp tokens padded with zero to whole groups.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from jetrl_megatron import reference
 from jetrl_megatron.recipe import Fp8BlockRecipe
-from jetrl_megatron.tensor import BlockScaledTensor
+from jetrl_megatron.tensor import BlockScaledTensor, ceil_div
 
 
 class Backend(Protocol):
-    """One implementation of quantisers and GEMM."""
+    """What `select` asks of a candidate."""
 
     name: str
 
     def refusal(self, recipe: Fp8BlockRecipe, device: torch.device) -> str | None:
-        """None when the backend can serve the recipe on the device, else the reason why not."""
+        """None when the candidate can serve the recipe on the device, else the reason why not."""
 
-    def quantize_weight(
-        self, w_NK: torch.Tensor, recipe: Fp8BlockRecipe, *, amax: torch.Tensor | None
+
+class Quantizer(Backend, Protocol):
+    """Codes and scales of weights, activations and gradients.
+
+    "Along tokens" means transposed, in groups along M: [C, Mp] from [M, C]. That is what wgrad contracts.
+
+    Attributes:
+        fused: whether norm and SwiGLU write codes directly. Layers call the methods below `requantize_along_tokens`
+            only where it is true.
+    """
+
+    fused: bool
+
+    def weight(
+        self, w_NK: torch.Tensor, recipe: Fp8BlockRecipe, *, amax: torch.Tensor | None = None
+    ) -> tuple[BlockScaledTensor, BlockScaledTensor | None]:
+        """See `jetrl_megatron.ops.quantize_weight`; and the transposed matrix where it costs no further read."""
+
+    def activation(
+        self, x_MK: torch.Tensor, recipe: Fp8BlockRecipe, *, amax: torch.Tensor | None = None
     ) -> BlockScaledTensor:
-        """Codes and scales of a weight, see `jetrl_megatron.ops.quantize_weight`."""
+        """See `jetrl_megatron.ops.quantize_activation`; x is a matrix here."""
 
-    def quantize_activation(
-        self, x_MK: torch.Tensor, recipe: Fp8BlockRecipe, *, amax: torch.Tensor | None
-    ) -> BlockScaledTensor:
-        """Codes and scales of a matrix of activations, see `jetrl_megatron.ops.quantize_activation`."""
+    def both(self, x_MC: torch.Tensor, recipe: Fp8BlockRecipe) -> tuple[BlockScaledTensor, BlockScaledTensor]:
+        """`activation` and `along_tokens` of one matrix."""
 
-    def block_amax(self, x_RC: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-        """Largest magnitude of each block, float32 [ceil(R / block[0]), ceil(C / block[1])]."""
+    def along_tokens(self, x_MC: torch.Tensor, recipe: Fp8BlockRecipe) -> BlockScaledTensor:
+        """x^T in groups along M: [C, Mp]."""
 
-    def prepare(self, operand: BlockScaledTensor) -> torch.Tensor:
-        """The operand in the form that `gemm_nt` reads; worth keeping for as long as the codes are valid."""
+    def requantize_along_tokens(self, codes: BlockScaledTensor) -> BlockScaledTensor:
+        """`along_tokens` of what the codes [M, C] stand for."""
 
-    def prepare_transposed(self, operand: BlockScaledTensor, prepared: torch.Tensor) -> torch.Tensor:
+    def rms_norm(
+        self, x_MK: torch.Tensor, weight_K: torch.Tensor, eps: float, recipe: Fp8BlockRecipe
+    ) -> tuple[BlockScaledTensor, torch.Tensor]:
+        """RMSNorm, rounded to BF16, then `activation`: codes [M, K] and float32 [M] 1 / rms."""
+
+    def rms_norm_backward(
+        self, dy_MK: torch.Tensor, x_MK: torch.Tensor, weight_K: torch.Tensor, rstd_M: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of x, BF16 [M, K], and of the weight, float32 [K]."""
+
+    def swiglu(self, y_M2F: torch.Tensor, recipe: Fp8BlockRecipe) -> BlockScaledTensor:
+        """silu(gate) * up, each rounded to BF16, then `activation`: [M, F]. gate is the first half of y."""
+
+    def swiglu_backward(
+        self, dh_MF: torch.Tensor, y_M2F: torch.Tensor, recipe: Fp8BlockRecipe
+    ) -> tuple[BlockScaledTensor, BlockScaledTensor]:
+        """`both` of the gradient of y, BF16 [M, 2F]."""
+
+
+class Gemm(Backend, Protocol):
+    """Products of quantised matrices, both with the contraction as their last axis."""
+
+    def prepare(self, operand: BlockScaledTensor) -> Any:
+        """The operand in the form that products read; worth keeping for as long as the codes are valid."""
+
+    def prepare_transposed(self, operand: BlockScaledTensor, prepared: Any) -> Any:
         """The transposed operand, from the same codes and scales; `prepared` is what `prepare` made of it."""
 
-    def gemm_nt(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Prepared [M, K] times prepared [N, K] transposed: float32 [M, N]."""
+    def nt(self, a: Any, b: Any) -> torch.Tensor:
+        """Prepared activations [M, K] times prepared weight [N, K] transposed: BF16 [M, N]."""
+
+    def accumulate_nt(self, a: Any, b: Any, out_NK: torch.Tensor) -> None:
+        """Adds prepared [N, M] times prepared [K, M] transposed, both in groups of 1 x block, to float32 [N, K]."""
 
 
-class ReferenceBackend:
-    """Plain torch, exact summation (`jetrl_megatron.reference`), any device, any recipe."""
+def pad_tokens(x_MC: torch.Tensor, block: int) -> torch.Tensor:
+    """x with zero rows added up to a multiple of `block`."""
+    missing = ceil_div(x_MC.shape[0], block) * block - x_MC.shape[0]
+    return F.pad(x_MC, (0, 0, 0, missing)) if missing else x_MC
+
+
+class ReferenceQuantizer:
+    """Plain torch (`jetrl_megatron.reference`), any device, any recipe."""
 
     name = "reference"
+    fused = False
 
     def refusal(self, recipe: Fp8BlockRecipe, device: torch.device) -> str | None:
         return None
 
-    quantize_weight = staticmethod(reference.quantize_weight)
-    quantize_activation = staticmethod(reference.quantize_activation)
-    block_amax = staticmethod(reference.block_amax)
-    gemm_nt = staticmethod(reference.gemm_nt)
+    def weight(
+        self, w_NK: torch.Tensor, recipe: Fp8BlockRecipe, *, amax: torch.Tensor | None = None
+    ) -> tuple[BlockScaledTensor, BlockScaledTensor | None]:
+        return reference.quantize_weight(w_NK, recipe, amax=amax), None
+
+    activation = staticmethod(reference.quantize_activation)
+
+    def both(self, x_MC: torch.Tensor, recipe: Fp8BlockRecipe) -> tuple[BlockScaledTensor, BlockScaledTensor]:
+        return self.activation(x_MC, recipe), self.along_tokens(x_MC, recipe)
+
+    def along_tokens(self, x_MC: torch.Tensor, recipe: Fp8BlockRecipe) -> BlockScaledTensor:
+        return self.activation(pad_tokens(x_MC, recipe.block).t(), recipe)
+
+    def requantize_along_tokens(self, codes: BlockScaledTensor) -> BlockScaledTensor:
+        return self.along_tokens(codes.dequantize(), codes.recipe)
+
+    def rms_norm(
+        self, x_MK: torch.Tensor, weight_K: torch.Tensor, eps: float, recipe: Fp8BlockRecipe
+    ) -> tuple[BlockScaledTensor, torch.Tensor]:
+        y_MK, rstd_M = reference.rms_norm(x_MK, weight_K, eps)
+        return self.activation(y_MK, recipe), rstd_M
+
+    rms_norm_backward = staticmethod(reference.rms_norm_backward)
+
+    def swiglu(self, y_M2F: torch.Tensor, recipe: Fp8BlockRecipe) -> BlockScaledTensor:
+        return self.activation(reference.swiglu(y_M2F), recipe)
+
+    def swiglu_backward(
+        self, dh_MF: torch.Tensor, y_M2F: torch.Tensor, recipe: Fp8BlockRecipe
+    ) -> tuple[BlockScaledTensor, BlockScaledTensor]:
+        return self.both(reference.swiglu_backward(dh_MF, y_M2F), recipe)
+
+
+class ReferenceGemm:
+    """Exact summation in float64 (`jetrl_megatron.reference`): what a CPU trains and serves with."""
+
+    name = "reference"
+
+    def refusal(self, recipe: Fp8BlockRecipe, device: torch.device) -> str | None:
+        if device.type == "cpu":
+            return None
+        return "it sums in float64, which no rollout engine does there; it serves a CPU"
 
     def prepare(self, operand: BlockScaledTensor) -> torch.Tensor:
         return operand.dequantize(torch.float64)
@@ -65,26 +158,8 @@ class ReferenceBackend:
     def prepare_transposed(self, operand: BlockScaledTensor, prepared: torch.Tensor) -> torch.Tensor:
         return prepared.t()
 
+    def nt(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return reference.gemm_nt(a, b).to(torch.bfloat16)
 
-BACKENDS: tuple[Backend, ...] = (ReferenceBackend(),)
-
-
-def select(recipe: Fp8BlockRecipe, device: torch.device, request: str | None = None) -> Backend:
-    """The first backend that serves the recipe on the device.
-
-    Args:
-        request: name of the only backend that is acceptable; it never degrades to another one.
-
-    Raises:
-        ValueError: nobody serves; the message lists every candidate's reason.
-    """
-    candidates = [backend for backend in BACKENDS if request in (None, backend.name)]
-    if not candidates:
-        raise ValueError(f"backend={request!r} is unknown: use one of {[backend.name for backend in BACKENDS]}")
-    refusals = []
-    for backend in candidates:
-        reason = backend.refusal(recipe, device)
-        if reason is None:
-            return backend
-        refusals.append(f"{backend.name}: {reason}")
-    raise ValueError(f"no backend serves this recipe on {device}: {'; '.join(refusals)}")
+    def accumulate_nt(self, a: torch.Tensor, b: torch.Tensor, out_NK: torch.Tensor) -> None:
+        out_NK.add_(reference.gemm_nt(a, b))

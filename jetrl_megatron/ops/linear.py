@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import torch
 
-from jetrl_megatron.ops.backends import Backend, select
+from jetrl_megatron.ops.backends import Gemm
+from jetrl_megatron.ops.selection import select_gemm, select_quantizer
 from jetrl_megatron.recipe import JETRL_FP8, Fp8BlockRecipe
-from jetrl_megatron.tensor import BlockScaledTensor, ceil_div
+from jetrl_megatron.tensor import BlockScaledTensor
 
 
 def quantize_weight(
@@ -33,7 +35,8 @@ def quantize_weight(
     """
     if w_NK.dim() != 2 or not w_NK.is_floating_point():
         raise ValueError(f"w is {w_NK.dtype} {list(w_NK.shape)}: quantize_weight takes a float matrix [N, K]")
-    return select(recipe, w_NK.device).quantize_weight(w_NK, recipe, amax=amax)
+    codes, _ = select_quantizer(recipe, w_NK.device).weight(w_NK, recipe, amax=amax)
+    return codes
 
 
 def quantize_activation(
@@ -54,7 +57,7 @@ def quantize_activation(
     """
     if x.dim() == 0 or not x.is_floating_point():
         raise ValueError(f"x is {x.dtype} {list(x.shape)}: quantize_activation takes a float tensor [..., K]")
-    return select(recipe, x.device).quantize_activation(as_matrix(x), recipe, amax=amax)
+    return select_quantizer(recipe, x.device).activation(as_matrix(x), recipe, amax=amax)
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
@@ -67,35 +70,24 @@ class LinearOperand:
 
     Args:
         tensor: [R, C] codes and scales.
+        transposed: [C, R], the same codes and scales, where the quantiser wrote them in one go.
     """
 
-    def __init__(self, tensor: BlockScaledTensor, backend: Backend | None = None) -> None:
+    def __init__(
+        self, tensor: BlockScaledTensor, transposed: BlockScaledTensor | None = None, gemm: Gemm | None = None
+    ) -> None:
         self.tensor = tensor
-        self.backend = backend or select(tensor.recipe, tensor.data.device)
+        self.transposed = transposed
+        self.gemm = gemm or select_gemm(tensor.recipe, tensor.data.device)
 
     @cached_property
-    def rows(self) -> torch.Tensor:
+    def rows(self) -> Any:
         """Prepared [R, C]: contracts over C."""
-        return self.backend.prepare(self.tensor)
+        return self.gemm.prepare(self.tensor)
 
     @cached_property
-    def columns(self) -> torch.Tensor:
+    def columns(self) -> Any:
         """Prepared [C, R], from the same codes and scales: contracts over R."""
-        return self.backend.prepare_transposed(self.tensor, self.rows)
-
-
-def gemm(a: LinearOperand, b: torch.Tensor) -> torch.Tensor:
-    """a times b transposed: float32 [M, N].
-
-    Args:
-        a: activations or gradients, [M, K] in groups of 1 x block.
-        b: `LinearOperand.rows` or `.columns` of the other side, prepared [N, K].
-    """
-    return a.backend.gemm_nt(a.rows, b)
-
-
-def pad_rows(x_MK: torch.Tensor, block: int) -> torch.Tensor:
-    """x with zero rows added up to a multiple of `block`."""
-    rows = x_MK.shape[0]
-    missing = ceil_div(rows, block) * block - rows
-    return torch.nn.functional.pad(x_MK, (0, 0, 0, missing)) if missing else x_MK
+        if self.transposed is not None:
+            return self.gemm.prepare(self.transposed)
+        return self.gemm.prepare_transposed(self.tensor, self.rows)

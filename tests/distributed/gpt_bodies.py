@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from jetrl_megatron import JETRL_FP8, Fp8BlockRecipe
 from jetrl_megatron.autograd import LinearPlan
 from jetrl_megatron.layers import Fp8LinearMixin, WeightCache
-from jetrl_megatron.ops.backends import ReferenceBackend
+from jetrl_megatron.ops.backends import ReferenceGemm
 from jetrl_megatron.spec import get_gpt_layer_jetrl_spec
 from jetrl_megatron.tensor import BlockScaledTensor
 
@@ -248,7 +248,7 @@ def layout_body(name: str) -> Callable[[], dict[str, Any]]:
     return body
 
 
-class SplitBackend(ReferenceBackend):
+class SplitGemm(ReferenceGemm):
     """One rank that sums as two do: contractions that TP 2 cuts are computed in two parts, each rounded to BF16."""
 
     name = "split"
@@ -274,11 +274,11 @@ class SplitBackend(ReferenceBackend):
             self._cut_operand = transposed
         return transposed
 
-    def gemm_nt(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def nt(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if b is not self._cut_operand:
-            return super().gemm_nt(a, b)
-        first, second = (super(SplitBackend, self).gemm_nt(a[:, part], b[:, part]).bfloat16() for part in self._parts)
-        return (first + second).float()
+            return super().nt(a, b)
+        first, second = (super(SplitGemm, self).nt(a[:, part], b[:, part]) for part in self._parts)
+        return first + second
 
 
 def tp1_summing_as_tp2() -> dict[str, Any]:
@@ -287,7 +287,7 @@ def tp1_summing_as_tp2() -> dict[str, Any]:
     job = Job(Layout())
     job.load(weights)
     for _, linear in job.linears():
-        plan = dataclasses.replace(linear.plan(torch.device("cpu")), backend=SplitBackend(linear))
+        plan = dataclasses.replace(linear.plan(torch.device("cpu")), gemm=SplitGemm(linear))
         linear._plan, linear._cache = plan, WeightCache(plan.quantize_weight)
     # The stock output layer's input gradient is such a sum too; autograd adds the two parts in BF16.
     job.models[0].output_layer._forward_impl = lambda input, weight, **_: torch.cat(

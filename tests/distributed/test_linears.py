@@ -38,8 +38,9 @@ def test_weight_scales_do_not_depend_on_tensor_parallelism_exact(ranks, kind, na
         for i, row in enumerate(rows.tiles):
             for j, column in enumerate(columns.tiles):
                 assert grid.setdefault((row, column), part["scale"][i, j].item()) == part["scale"][i, j].item()
-    expected = whole["scale"]
-    assert grid == {(i, j): expected[i, j].item() for i in range(expected.shape[0]) for j in range(expected.shape[1])}
+    rows, columns = whole["layouts"]
+    expected = whole["scale"].tolist()
+    assert grid == {(r, c): expected[i][j] for i, r in enumerate(rows.tiles) for j, c in enumerate(columns.tiles)}
 
 
 def test_scale_shapes_of_half_tiles(ranks):

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from jetrl_megatron import JETRL_FP8, Fp8BlockRecipe, quantize_activation, quantize_weight
-from jetrl_megatron.autograd import LinearPlan, block_fp8_linear
-from jetrl_megatron.layout import TileLayout, plain_layout, qkv_layout
-from jetrl_megatron.ops import select
+from jetrl_megatron.autograd import LinearCall, LinearPlan, Norm, block_fp8_linear, block_fp8_swiglu_mlp
+from jetrl_megatron.layout import TileLayout, gated_layout, plain_layout, qkv_layout
 from jetrl_megatron.ops.alignment import Alignment
+from jetrl_megatron.ops.backends import ReferenceGemm, ReferenceQuantizer
+from jetrl_megatron.reference import rms_norm, swiglu, swiglu_backward
 
 CPU = torch.device("cpu")
 LAYOUTS = {
@@ -21,10 +22,21 @@ LAYOUTS = {
 K = 384
 
 
-def make_plan(rows: TileLayout, recipe: Fp8BlockRecipe = JETRL_FP8, columns: int = K) -> LinearPlan:
+class FusedReference(ReferenceQuantizer):
+    """The reference with its norm and SwiGLU in use, as on a GPU."""
+
+    fused = True
+
+
+def make_plan(
+    rows: TileLayout,
+    recipe: Fp8BlockRecipe = JETRL_FP8,
+    columns: int = K,
+    quantizer: ReferenceQuantizer = ReferenceQuantizer(),  # noqa: B008 - it has no state
+) -> LinearPlan:
     column_layout = plain_layout(columns, rank=0, world=1, block=recipe.block)
     return LinearPlan(
-        recipe, select(recipe, CPU), Alignment(rows, None, CPU), Alignment(column_layout, None, CPU), None
+        recipe, quantizer, ReferenceGemm(), Alignment(rows, None, CPU), Alignment(column_layout, None, CPU), None
     )
 
 
@@ -44,8 +56,11 @@ class Problem:
         self.main_grad = torch.zeros(rows.stored, K)
         self.operand = self.plan.quantize_weight(self.weight)
 
+    def call(self, **kwargs: torch.Tensor) -> LinearCall:
+        return LinearCall(self.plan, self.weight, self.operand, **kwargs)
+
     def run(self) -> torch.Tensor:
-        y = block_fp8_linear(self.x, self.weight, None, self.operand, self.plan, main_grad=self.main_grad)
+        y = block_fp8_linear(self.x, self.call(main_grad=self.main_grad))
         y.backward(self.dy)
         return y.detach()
 
@@ -102,9 +117,9 @@ def test_linear_returns_gradient_without_main_grad():
     problem = Problem(LAYOUTS["aligned"], JETRL_FP8)
     problem.run()
     expected = problem.main_grad.bfloat16()
-    block_fp8_linear(problem.x, problem.weight, None, problem.operand, problem.plan).backward(problem.dy)
+    block_fp8_linear(problem.x, problem.call()).backward(problem.dy)
     other = Problem(LAYOUTS["aligned"], JETRL_FP8)
-    block_fp8_linear(other.x, other.weight, None, other.operand, other.plan).backward(other.dy)
+    block_fp8_linear(other.x, other.call()).backward(other.dy)
     assert other.weight.grad.dtype == torch.bfloat16
     assert torch.equal(other.weight.grad, expected)
 
@@ -115,7 +130,7 @@ def test_linear_frozen_weight_gives_dx_and_saves_nothing():
     dx = problem.x.grad.clone()
     frozen = Problem(LAYOUTS["aligned"], JETRL_FP8)
     frozen.weight.requires_grad_(False)
-    y = block_fp8_linear(frozen.x, frozen.weight, None, frozen.operand, frozen.plan, main_grad=frozen.main_grad)
+    y = block_fp8_linear(frozen.x, frozen.call(main_grad=frozen.main_grad))
     assert y.grad_fn.saved_tensors == ()
     y.backward(frozen.dy)
     assert torch.equal(frozen.x.grad, dx)
@@ -124,7 +139,7 @@ def test_linear_frozen_weight_gives_dx_and_saves_nothing():
 
 def test_linear_saves_codes_not_bf16():
     problem = Problem(LAYOUTS["aligned"], JETRL_FP8)
-    y = block_fp8_linear(problem.x, problem.weight, None, problem.operand, problem.plan)
+    y = block_fp8_linear(problem.x, problem.call())
     assert [t.dtype for t in y.grad_fn.saved_tensors] == [torch.float8_e4m3fn, torch.float32]
     assert y.grad_fn.saved_tensors[0].shape == (37 * 3, K)
 
@@ -132,7 +147,7 @@ def test_linear_saves_codes_not_bf16():
 def test_linear_bias_and_its_gradient():
     problem = Problem(LAYOUTS["qkv_d64"], JETRL_FP8)
     bias = torch.randn(problem.weight.shape[0]).bfloat16().requires_grad_()
-    y = block_fp8_linear(problem.x, problem.weight, bias, problem.operand, problem.plan)
+    y = block_fp8_linear(problem.x, problem.call(), bias=bias)
     y.backward(problem.dy)
     assert torch.equal(y.detach(), problem.run() + bias.detach())
     assert relative_error(bias.grad, problem.dy.double().reshape(-1, bias.numel()).sum(0)) < 4e-3
@@ -162,7 +177,7 @@ def test_linear_rows_do_not_depend_on_the_number_of_tokens_exact():
     problem = Problem(LAYOUTS["aligned"], JETRL_FP8, tokens=(300,))
     y = problem.run()
     for rows in (1, 2, 17, 128):
-        part = block_fp8_linear(problem.x[:rows].detach(), problem.weight, None, problem.operand, problem.plan)
+        part = block_fp8_linear(problem.x[:rows].detach(), problem.call())
         assert torch.equal(part, y[:rows])
 
 
@@ -208,3 +223,78 @@ def test_linear_gradcheck_direction():
     x, dy = problem.x.detach().double().reshape(-1, K), problem.dy.double().reshape(-1, problem.weight.shape[0])
     assert relative_error(problem.x.grad.reshape(-1, K), dy @ problem.weight.double()) < 0.05
     assert relative_error(problem.main_grad, dy.t() @ x) < 0.05
+
+
+def leaf(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape) * scale).bfloat16().requires_grad_()
+
+
+def linear_call(rows: TileLayout, columns: int) -> LinearCall:
+    plan = make_plan(rows, columns=columns, quantizer=FusedReference())
+    weight = torch.nn.Parameter(leaf(rows.stored, columns, scale=0.05).detach())
+    return LinearCall(plan, weight, plan.quantize_weight(weight), main_grad=torch.zeros(rows.stored, columns))
+
+
+def test_linear_with_norm_equals_norm_then_linear_close():
+    torch.manual_seed(0)
+    call, x, norm_weight, dy = linear_call(LAYOUTS["aligned"], K), leaf(37, 3, K), leaf(K), torch.randn(37, 3, 256)
+    y = block_fp8_linear(x, call, norm=Norm(norm_weight, 1e-6))
+    y.backward(dy.bfloat16())
+
+    reference_x, reference_weight = (t.detach().float().requires_grad_() for t in (x, norm_weight))
+    normed = torch.nn.functional.rms_norm(reference_x, (K,), reference_weight, 1e-6)
+    exact, _ = rms_norm(x.detach().reshape(-1, K), norm_weight.detach(), 1e-6)
+    twin = block_fp8_linear(exact.view(37, 3, K).requires_grad_(), call)
+    assert torch.equal(y, twin)
+    main_grad = call.main_grad.clone()
+    call.main_grad.zero_()
+    (dx_operand,) = torch.autograd.grad(twin, twin.grad_fn.next_functions[0][0].variable, dy.bfloat16())
+    normed.backward(dx_operand.float())
+    assert relative_error(x.grad, reference_x.grad) < 3e-3
+    assert relative_error(norm_weight.grad, reference_weight.grad) < 5e-3
+    assert main_grad.any()
+
+
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_swiglu_mlp_equals_its_parts_exact(with_norm):
+    torch.manual_seed(0)
+    ffn = 256
+    first = linear_call(gated_layout(ffn, rank=0, world=1, block=128), K)
+    second = linear_call(plain_layout(K, rank=0, world=1, block=128), ffn)
+    norm_weight = leaf(K)
+    norm = Norm(norm_weight, 1e-6) if with_norm else None
+    x, dz = leaf(50, 2, K), torch.randn(50, 2, K).bfloat16()
+    z = block_fp8_swiglu_mlp(x, first, second, norm=norm)
+    z.backward(dz)
+    fused = [x.grad, first.main_grad.clone(), second.main_grad.clone(), norm_weight.grad]
+
+    x.grad, norm_weight.grad = None, None
+    first.main_grad.zero_(), second.main_grad.zero_()
+    y = block_fp8_linear(x, first, norm=norm)
+    h = swiglu(y.detach().view(-1, 2 * ffn)).view(50, 2, ffn).requires_grad_()
+    parts = block_fp8_linear(h, second)
+    assert torch.equal(z, parts)
+    parts.backward(dz)
+    y.backward(swiglu_backward(h.grad.view(-1, ffn), y.detach().view(-1, 2 * ffn)).view_as(y))
+    for one, other in zip(fused, [x.grad, first.main_grad, second.main_grad, norm_weight.grad], strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
+def test_swiglu_backward_against_autograd_close():
+    torch.manual_seed(0)
+    y, dh = torch.randn(64, 512).double().requires_grad_(), torch.randn(64, 256).bfloat16()
+    gate, up = y.chunk(2, dim=1)
+    (torch.nn.functional.silu(gate) * up).backward(dh.double())
+    mine = swiglu_backward(dh, y.detach().bfloat16())
+    assert relative_error(mine, y.grad) < 8e-3  # y and the result are rounded to BF16
+    half = swiglu(y.detach().bfloat16())
+    assert half.dtype == torch.bfloat16 and relative_error(half, (torch.nn.functional.silu(gate) * up).detach()) < 8e-3
+
+
+def test_plan_does_not_fuse_ablations_and_moved_rows():
+    assert make_plan(LAYOUTS["qkv_d128"], quantizer=FusedReference()).fuses
+    assert not make_plan(LAYOUTS["qkv_d64"], quantizer=FusedReference()).fuses
+    assert not make_plan(LAYOUTS["aligned"]).fuses
+    for field in ("dgrad", "wgrad", "saved_activation"):
+        recipe = Fp8BlockRecipe(**{field: "bf16"})
+        assert not make_plan(LAYOUTS["aligned"], recipe, quantizer=FusedReference()).fuses

