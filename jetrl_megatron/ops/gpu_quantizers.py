@@ -94,4 +94,42 @@ class CudaQuantizer(TritonQuantizer):
         reason = super().refusal(recipe, device)
         if reason is None and importlib.util.find_spec("jetrl_megatron._C") is None:
             reason = "the CUDA extension was not built: install with CUDA torch and nvcc present"
+        if reason is None and (recipe.block, recipe.element_max) != (128, 448.0):
+            reason = f"it is built for blocks of 128 and codes up to 448, not {recipe.block} and {recipe.element_max}"
         return reason
+
+    def weight(
+        self, w_NK: torch.Tensor, recipe: Fp8BlockRecipe, *, amax: torch.Tensor | None = None
+    ) -> tuple[BlockScaledTensor, BlockScaledTensor | None]:
+        pair: tuple[BlockScaledTensor, BlockScaledTensor]
+        (pair,) = _kernel("extension").quantize_weights([bf16_rows(w_NK)], recipe, amax=amax)
+        return pair
+
+    def both(self, x_MC: torch.Tensor, recipe: Fp8BlockRecipe) -> tuple[BlockScaledTensor, BlockScaledTensor]:
+        pair: tuple[BlockScaledTensor, BlockScaledTensor] = _kernel("extension").quantize_both(bf16_rows(x_MC), recipe)
+        return pair
+
+    def along_tokens(self, x_MC: torch.Tensor, recipe: Fp8BlockRecipe) -> BlockScaledTensor:
+        if x_MC.dtype != torch.bfloat16:
+            # Dequantised fp32-scaled codes have more digits than BF16.
+            return super().along_tokens(x_MC, recipe)
+        codes: BlockScaledTensor = _kernel("extension").quantize_along_tokens(bf16_rows(x_MC), recipe)
+        return codes
+
+    def requantize_along_tokens(self, codes: BlockScaledTensor) -> BlockScaledTensor:
+        columns: BlockScaledTensor = _kernel("extension").requantize_along_tokens(codes)
+        return columns
+
+    def swiglu_backward(
+        self, dh_MF: torch.Tensor, y_M2F: torch.Tensor, recipe: Fp8BlockRecipe
+    ) -> tuple[BlockScaledTensor, BlockScaledTensor]:
+        pair: tuple[BlockScaledTensor, BlockScaledTensor] = _kernel("extension").swiglu_backward_quantize(
+            dh_MF.contiguous(), y_M2F.contiguous(), recipe
+        )
+        return pair
+
+
+def bf16_rows(x: torch.Tensor) -> torch.Tensor:
+    """The matrix in BF16 with contiguous rows; itself where it is so already."""
+    x = x.to(torch.bfloat16)
+    return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()

@@ -1,0 +1,129 @@
+"""The operators of the CUDA extension, with outputs allocated and wrapped.
+
+They are those that transpose: registers do that faster than Triton's way through shared memory. The twins are the
+Triton kernels of the same names, and `jetrl_megatron.reference`.
+"""
+
+# Shape suffixes: M tokens, N and K rows and columns of a weight, C features, F features of a gated pair's half,
+# Mp tokens padded with zero to whole groups.
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from jetrl_megatron import _C
+from jetrl_megatron.kernels.outputs import empty_along_tokens, empty_codes, empty_weight
+from jetrl_megatron.recipe import Fp8BlockRecipe
+from jetrl_megatron.tensor import BlockScaledTensor
+
+@functools.lru_cache(maxsize=64)
+def _activation_rule(recipe: Fp8BlockRecipe) -> _C.Recipe:
+    return _C.Recipe(
+        block=recipe.block,
+        element_max=recipe.element_max,
+        amax_floor=recipe.activation_amax_floor,
+        divisor=recipe.element_max,
+        scale_floor=recipe.activation_scale_floor,
+        power_of_two=recipe.scale_format == "ue8m0",
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _weight_rule(recipe: Fp8BlockRecipe) -> _C.Recipe:
+    power_of_two = recipe.scale_format == "ue8m0"
+    return _C.Recipe(
+        block=recipe.block,
+        element_max=recipe.element_max,
+        amax_floor=recipe.weight_amax_floor,
+        divisor=recipe.ue8m0_weight_max if power_of_two else recipe.element_max,
+        scale_floor=0.0,
+        power_of_two=power_of_two,
+    )
+
+
+def quantize_both(x_MC: torch.Tensor, recipe: Fp8BlockRecipe) -> tuple[BlockScaledTensor, BlockScaledTensor]:
+    """x in groups along features [M, C], and transposed in groups along tokens [C, Mp], from one read.
+
+    Args:
+        x_MC: BF16, rows contiguous.
+    """
+    rows = empty_codes(*x_MC.shape, recipe, x_MC.device)
+    columns = empty_along_tokens(*x_MC.shape, recipe, x_MC.device)
+    _C.quantize_both(x_MC, rows.data, rows.scale, columns.data, columns.scale, _activation_rule(recipe))
+    return rows, columns
+
+
+def quantize_along_tokens(x_MC: torch.Tensor, recipe: Fp8BlockRecipe) -> BlockScaledTensor:
+    """x transposed in groups along tokens: [C, Mp].
+
+    Args:
+        x_MC: BF16, rows contiguous.
+    """
+    columns = empty_along_tokens(*x_MC.shape, recipe, x_MC.device)
+    _C.quantize_both(x_MC, None, None, columns.data, columns.scale, _activation_rule(recipe))
+    return columns
+
+
+def quantize_along_features(x_MC: torch.Tensor, recipe: Fp8BlockRecipe) -> BlockScaledTensor:
+    """x in groups along features: [M, C].
+
+    Args:
+        x_MC: BF16, rows contiguous.
+    """
+    rows = empty_codes(*x_MC.shape, recipe, x_MC.device)
+    _C.quantize_both(x_MC, rows.data, rows.scale, None, None, _activation_rule(recipe))
+    return rows
+
+
+def requantize_along_tokens(codes: BlockScaledTensor) -> BlockScaledTensor:
+    """What codes [M, C] stand for, transposed in groups along tokens: [C, Mp]."""
+    columns = empty_along_tokens(*codes.shape, codes.recipe, codes.data.device)
+    _C.requantize_along_tokens(
+        codes.data, codes.scale, columns.data, columns.scale, _activation_rule(codes.recipe)
+    )
+    return columns
+
+
+def swiglu_backward(dh_MF: torch.Tensor, y_M2F: torch.Tensor, recipe: Fp8BlockRecipe) -> torch.Tensor:
+    """Gradient of silu(gate) * up: BF16 [M, 2F].
+
+    Args:
+        dh_MF, y_M2F: BF16, contiguous; gate is the first half of y.
+    """
+    dy_M2F = torch.empty_like(y_M2F)
+    _C.swiglu_backward(dh_MF, y_M2F, dy_M2F, None, None, None, None, _activation_rule(recipe))
+    return dy_M2F
+
+
+def swiglu_backward_quantize(
+    dh_MF: torch.Tensor, y_M2F: torch.Tensor, recipe: Fp8BlockRecipe
+) -> tuple[BlockScaledTensor, BlockScaledTensor]:
+    """`quantize_both` of `swiglu_backward`, without BF16 in memory: [M, 2F] and [2F, Mp].
+
+    Raises:
+        ValueError: F is no multiple of the block.
+    """
+    rows = empty_codes(*y_M2F.shape, recipe, y_M2F.device)
+    columns = empty_along_tokens(*y_M2F.shape, recipe, y_M2F.device)
+    _C.swiglu_backward(
+        dh_MF, y_M2F, None, rows.data, rows.scale, columns.data, columns.scale, _activation_rule(recipe)
+    )
+    return rows, columns
+
+
+def quantize_weights(
+    weights: Sequence[torch.Tensor], recipe: Fp8BlockRecipe, *, amax: torch.Tensor | None = None
+) -> list[tuple[BlockScaledTensor, BlockScaledTensor]]:
+    """Codes of weights [N, K] and of their transposes [K, N], in few launches.
+
+    Args:
+        weights: BF16, rows contiguous.
+        amax: see `jetrl_megatron.ops.quantize_weight`; for a single weight.
+    """
+    pairs = [empty_weight(*w_NK.shape, recipe, w_NK.device) for w_NK in weights]
+    codes, transposed = ([pair[side].data for pair in pairs] for side in (0, 1))
+    _C.quantize_weights(list(weights), codes, transposed, [w.scale for w, _ in pairs], amax, _weight_rule(recipe))
+    return pairs
