@@ -134,6 +134,69 @@ void swiglu_backward(const Tensor& dh, const Tensor& y, const std::optional<Tens
     C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+void check_norm(const Tensor& x, const Tensor& weight) {
+    const int64_t k = x.size(1);
+    TORCH_CHECK_VALUE(k % 8 == 0 && k <= jetrl::kMostFeatures, "RMSNorm over ", k,
+                      " features: a multiple of 8, at most ", jetrl::kMostFeatures);
+    TORCH_CHECK_VALUE(weight.is_cuda() && weight.scalar_type() == torch::kBFloat16 && weight.numel() == k &&
+                          weight.is_contiguous() && aligned(weight.data_ptr()),
+                      "weight is ", weight.scalar_type(), " ", weight.sizes(), ": expected aligned bfloat16 [", k, "]");
+}
+
+void* dense(const std::optional<Tensor>& x, const char* name, const Tensor& like) {
+    if (!x)
+        return nullptr;
+    check_matrix(*x, name, torch::kBFloat16);
+    TORCH_CHECK_VALUE(x->sizes() == like.sizes() && x->is_contiguous() && aligned(x->data_ptr()), name, " is ",
+                      x->sizes(), ": expected contiguous and aligned ", like.sizes());
+    return x->data_ptr();
+}
+
+float* per_row(const Tensor& rstd, const Tensor& x) {
+    TORCH_CHECK_VALUE(
+        rstd.is_cuda() && rstd.scalar_type() == torch::kFloat && rstd.numel() == x.size(0) && rstd.is_contiguous(),
+        "rstd is ", rstd.scalar_type(), " ", rstd.sizes(), ": expected float32 [", x.size(0), "]");
+    return rstd.data_ptr<float>();
+}
+
+void rms_norm(const Tensor& x, const std::optional<Tensor>& residual, const Tensor& weight, double eps,
+              const std::optional<Tensor>& y, const std::optional<Tensor>& codes, const std::optional<Tensor>& scale,
+              const Tensor& rstd, const std::optional<Tensor>& sums, const Recipe& recipe) {
+    const void* source = dense(x, "x", x);
+    check_norm(x, weight);
+    TORCH_CHECK_VALUE(residual.has_value() == sums.has_value(), "a residual goes with sums to write");
+    TORCH_CHECK_VALUE(y.has_value() != codes.has_value(), "rms_norm writes either y or its codes");
+    const auto rule = rule_of(recipe);
+    const auto out = codes_of(codes, scale, "codes", x.size(0), x.size(1));
+    const void* added = dense(residual, "residual", x);
+    void *normed = dense(y, "y", x), *total = dense(sums, "sums", x);
+    float* inverse = per_row(rstd, x);
+    if (x.numel() == 0)
+        return;
+    const c10::cuda::CUDAGuard guard(x.device());
+    jetrl::rms_norm(source, added, weight.data_ptr(), x.size(0), x.size(1), float(eps), normed, out, inverse, total,
+                    rule, c10::cuda::getCurrentCUDAStream());
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void rms_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& weight, const Tensor& rstd, const Tensor& dx,
+                       const Tensor& partial) {
+    const void *source = dense(x, "x", x), *gradient = dense(dy, "dy", x);
+    void* target = dense(dx, "dx", x);
+    check_norm(x, weight);
+    TORCH_CHECK_VALUE(partial.is_cuda() && partial.scalar_type() == torch::kFloat && partial.dim() == 2 &&
+                          partial.is_contiguous() && partial.size(1) == x.size(1),
+                      "partial is ", partial.scalar_type(), " ", partial.sizes(), ": expected float32 [P, ", x.size(1),
+                      "]");
+    const float* inverse = per_row(rstd, x);
+    if (x.numel() == 0)
+        return;
+    const c10::cuda::CUDAGuard guard(x.device());
+    jetrl::rms_norm_backward(gradient, source, weight.data_ptr(), inverse, x.size(0), x.size(1), partial.size(0),
+                             target, partial.data_ptr<float>(), c10::cuda::getCurrentCUDAStream());
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
 void quantize_weights(const std::vector<Tensor>& weights, const std::vector<Tensor>& codes,
                       const std::vector<Tensor>& transposed, const std::vector<Tensor>& scales,
                       const std::optional<Tensor>& amax, const Recipe& recipe) {
@@ -198,8 +261,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
              }),
              pybind11::kw_only(), pybind11::arg("block"), pybind11::arg("element_max"), pybind11::arg("amax_floor"),
              pybind11::arg("divisor"), pybind11::arg("scale_floor"), pybind11::arg("power_of_two"));
+    m.attr("MOST_FEATURES") = jetrl::kMostFeatures;
     m.def("quantize_both", &quantize_both);
     m.def("requantize_along_tokens", &requantize_along_tokens);
     m.def("swiglu_backward", &swiglu_backward);
+    m.def("rms_norm", &rms_norm);
+    m.def("rms_norm_backward", &rms_norm_backward);
     m.def("quantize_weights", &quantize_weights);
 }

@@ -37,6 +37,16 @@ void requantize_along_tokens(const uint8_t* codes, const float* scale, int64_t s
 void swiglu_backward(const void* dh, const void* y, int m, int f, void* dy, Codes rows, Codes columns, ScaleRule rule,
                      bool vectorized, cudaStream_t stream);
 
+// x, residual, y, sums: BF16 [m, k]; weight: BF16 [k]. Norms x, or the BF16 sum of x and residual, which it also
+// writes. Writes y, or its codes where codes.data is given. k is a multiple of 8 and at most kMostFeatures.
+constexpr int kMostFeatures = 8192;
+void rms_norm(const void* x, const void* residual, const void* weight, int m, int k, float eps, void* y, Codes codes,
+              float* rstd, void* sums, ScaleRule rule, cudaStream_t stream);
+
+// partial: float32 [programs, k], each program's sum over its rows; their sum is the weight's gradient.
+void rms_norm_backward(const void* dy, const void* x, const void* weight, const float* rstd, int m, int k, int programs,
+                       void* dx, float* partial, cudaStream_t stream);
+
 struct Weight {
     const void* w;  // BF16 [n, k], rows `stride` elements apart
     int64_t stride;

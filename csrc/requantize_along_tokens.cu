@@ -1,4 +1,8 @@
 // FP8 codes in groups along features become FP8 codes in groups along tokens, transposed: the saved input for wgrad.
+//
+// Two bytes move per element, so instructions count. With power-of-two scales a code times a ratio of scales has four
+// significant bits, and half precision holds it exactly as long as the scales that meet in a tile differ by less than
+// 2^15. The kernel checks that, and computes in float32 otherwise.
 #include <cuda_fp16.h>
 
 #include "tile.cuh"
@@ -8,102 +12,246 @@ namespace {
 
 constexpr int kWide = 16;          // columns of a thread's part: one 16-byte load
 constexpr int kTileColumns = 256;  // 2 x 4 warps of 64 rows x 64 columns
+constexpr int kHalfRange = 15;     // a code is a multiple of 2^-9, half precision goes down to 2^-24
+constexpr int kNotFinite = 255;    // exponent bits of infinity and NaN
+
+struct Scratch {
+    uint32_t column_amax[2][kTileColumns];  // float32 bits, or half bits in the fast path
+    alignas(16) float column_factor[kTileColumns];
+    alignas(16) __half column_ratio[kTileColumns];
+    int exponent[2][2];  // by warp row and group of columns
+};
+
+struct WidePart {
+    uint32_t word[kOwned][4];
+    float row_scale[kOwned];
+};
+
+struct WidePlace : Place {
+    int tile_column, first_row, first_column;
+
+    __device__ WidePlace() {
+        tile_column = warp_column * 64 + lane_column * kWide;
+        first_row = blockIdx.y * kBlock + row;
+        first_column = blockIdx.x * kTileColumns + tile_column;
+    }
+};
+
+template <bool kVector>
+__device__ inline uint4 load16(const uint8_t* source, int left) {
+    if constexpr (kVector) {
+        return left > 0 ? __ldg(reinterpret_cast<const uint4*>(source)) : make_uint4(0, 0, 0, 0);
+    } else {
+        uint32_t word[4] = {};
+#pragma unroll
+        for (int i = 0; i < 16; ++i)
+            if (i < left)
+                word[i / 4] |= uint32_t(source[i]) << 8 * (i % 4);
+        return make_uint4(word[0], word[1], word[2], word[3]);
+    }
+}
+
+__device__ inline __half2 decode2(uint32_t codes) {
+    return __half2(__nv_cvt_fp8x2_to_halfraw2(codes & 0xffff, __NV_E4M3));
+}
 
 // Four codes as float32.
 __device__ inline void decode4(float (&x)[4], uint32_t codes) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2((codes >> 16 * h) & 0xffff, __NV_E4M3);
-        const float2 pair = __half22float2(__half2(raw));
+        const float2 pair = __half22float2(decode2(codes >> 16 * h));
         x[2 * h] = pair.x, x[2 * h + 1] = pair.y;
     }
 }
 
-template <bool kVector>
-__device__ inline uint4 load16(const uint8_t* source, int left) {
-    if (kVector)
-        return left > 0 ? __ldg(reinterpret_cast<const uint4*>(source)) : make_uint4(0, 0, 0, 0);
-    uint32_t word[4] = {};
+// The larger of two numbers that are not negative; NaN if either is.
+__device__ inline float max_or_nan(float a, float b) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+}
+
+__device__ inline __half2 power_of_two(int exponent) {
+    // Below -14 half precision is subnormal.
+    const uint32_t bits = exponent >= -14 ? (exponent + 15) << 10 : 1u << (exponent + 24);
+    return __half2half2(__ushort_as_half(bits));
+}
+
+__device__ inline void store_columns(const WidePlace& place, int word, const uint32_t (&transposed)[4][2], int c,
+                                     const Codes& columns) {
+    const int64_t padded_rows = int64_t(gridDim.y) * kBlock;
 #pragma unroll
-    for (int i = 0; i < 16; ++i)
-        if (i < left)
-            word[i / 4] |= uint32_t(source[i]) << 8 * (i % 4);
-    return make_uint4(word[0], word[1], word[2], word[3]);
+    for (int j = 0; j < 4; ++j) {
+        const int column = place.first_column + 4 * word + j;
+        if (column < c)
+            store8<true>(columns.data + column * padded_rows + place.first_row, transposed[j][0], transposed[j][1], 8);
+    }
+}
+
+// Whether half precision holds every product exactly; if not, nothing has been written.
+__device__ inline bool requantize_in_half(const WidePart& part, const WidePlace& place, int c, const Codes& columns,
+                                          const ScaleRule& rule, Scratch& scratch) {
+    const int group = place.warp_column / 2;
+    int exponent[kOwned], top = 0;
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) {
+        exponent[i] = __float_as_int(part.row_scale[i]) >> 23 & kNotFinite;
+        top = max(top, exponent[i]);
+    }
+    top = __reduce_max_sync(0xffffffffu, top);
+    // Both warps of a group see the same rows.
+    if (threadIdx.x % 32 == 0 && place.warp_column % 2 == 0)
+        scratch.exponent[place.warp_row][group] = top;
+    __syncthreads();
+    top = max(scratch.exponent[0][group], scratch.exponent[1][group]);
+    bool exact = top != kNotFinite;
+    __half2 row_ratio[kOwned];
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) {
+        const uint32_t* word = part.word[i];
+        const bool zero = ((word[0] | word[1] | word[2] | word[3]) & 0x7f7f7f7fu) == 0;
+        exact = exact && (zero || top - exponent[i] <= kHalfRange);
+        row_ratio[i] = power_of_two(max(exponent[i] - top, -kHalfRange));
+    }
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        __half2 largest[2] = {__half2half2(__ushort_as_half(0)), __half2half2(__ushort_as_half(0))};
+#pragma unroll
+        for (int i = 0; i < kOwned; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const __half2 value = __hmul2(decode2(part.word[i][w] >> 16 * h), row_ratio[i]);
+                largest[h] = __hmax2_nan(largest[h], __habs2(value));
+            }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            uint32_t amax = *reinterpret_cast<const uint32_t*>(&largest[h]) & kAbs;
+#pragma unroll
+            for (int distance = 4; distance < 32; distance *= 2)
+                amax = __vmaxu2(amax, __shfl_xor_sync(0xffffffffu, amax, distance));
+            if (place.lane_row == 0) {
+                scratch.column_amax[place.warp_row][place.tile_column + 4 * w + 2 * h] = amax & 0xffff;
+                scratch.column_amax[place.warp_row][place.tile_column + 4 * w + 2 * h + 1] = amax >> 16;
+            }
+        }
+    }
+    __syncthreads();
+    const int t = threadIdx.x, column = blockIdx.x * kTileColumns + t;
+    const int of_column = max(scratch.exponent[0][t / kBlock], scratch.exponent[1][t / kBlock]);
+    const uint32_t bits = max(scratch.column_amax[0][t], scratch.column_amax[1][t]);
+    // top may be the exponent of a subnormal scale, 0, where every code is 0.
+    const float unit = __int_as_float(of_column << 23);
+    const float scale = scale_of(__fmul_rn(__half2float(__ushort_as_half(bits)), unit), rule, true);
+    const int distance = of_column - (__float_as_int(scale) >> 23 & kNotFinite);
+    exact = exact && (bits == 0 || bits > 0x7c00 || (distance >= 0 && distance <= kHalfRange));
+    scratch.column_ratio[t] = bits > 0x7c00
+                                  ? __ushort_as_half(0x7fff)
+                                  : __low2half(power_of_two(bits == 0 ? 0 : min(max(distance, 0), kHalfRange)));
+    if (!__syncthreads_and(exact))
+        return false;
+    if (column < c)
+        columns.scale[blockIdx.y * columns.scale_stride + column] = scale;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        const auto* ratio = reinterpret_cast<const __half2*>(&scratch.column_ratio[place.tile_column + 4 * w]);
+        uint32_t code[kOwned], transposed[4][2];
+#pragma unroll
+        for (int i = 0; i < kOwned; ++i) {
+            uint32_t pair[2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const __half2 value = __hmul2(__hmul2(decode2(part.word[i][w] >> 16 * h), row_ratio[i]), ratio[h]);
+                pair[h] = __nv_cvt_halfraw2_to_fp8x2(__half2_raw(value), __NV_SATFINITE, __NV_E4M3);
+            }
+            code[i] = pair[0] | pair[1] << 16;
+        }
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {
+            const uint32_t* row = code + 4 * q;
+            const uint32_t first = __byte_perm(row[0], row[1], 0x5140), second = __byte_perm(row[2], row[3], 0x5140);
+            const uint32_t third = __byte_perm(row[0], row[1], 0x7362), fourth = __byte_perm(row[2], row[3], 0x7362);
+            transposed[0][q] = __byte_perm(first, second, 0x5410),
+            transposed[1][q] = __byte_perm(first, second, 0x7632);
+            transposed[2][q] = __byte_perm(third, fourth, 0x5410),
+            transposed[3][q] = __byte_perm(third, fourth, 0x7632);
+        }
+        store_columns(place, w, transposed, c, columns);
+    }
+    return true;
+}
+
+template <bool kPowerOfTwo>
+__device__ inline void requantize_in_float(const WidePart& part, const WidePlace& place, int c, const Codes& columns,
+                                           const ScaleRule& rule, Scratch& scratch) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        float largest[4] = {};
+#pragma unroll
+        for (int i = 0; i < kOwned; ++i) {
+            float x[4];
+            decode4(x, part.word[i][w]);
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                largest[j] = max_or_nan(largest[j], fabsf(__fmul_rn(x[j], part.row_scale[i])));
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            // Bits of numbers that are not negative: compared as integers, so NaN is larger than anything.
+            uint32_t amax = __float_as_uint(largest[j]) & 0x7fffffffu;
+#pragma unroll
+            for (int distance = 4; distance < 32; distance *= 2)
+                amax = max(amax, __shfl_xor_sync(0xffffffffu, amax, distance));
+            if (place.lane_row == 0)
+                scratch.column_amax[place.warp_row][place.tile_column + 4 * w + j] = amax;
+        }
+    }
+    __syncthreads();
+    const int t = threadIdx.x, column = blockIdx.x * kTileColumns + t;
+    const uint32_t bits = max(scratch.column_amax[0][t], scratch.column_amax[1][t]);
+    const float scale = scale_of(__uint_as_float(bits), rule, kPowerOfTwo);
+    scratch.column_factor[t] = factor_of(scale, kPowerOfTwo);
+    if (column < c)
+        columns.scale[blockIdx.y * columns.scale_stride + column] = scale;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        const float* factor = &scratch.column_factor[place.tile_column + 4 * w];
+        uint32_t transposed[4][2] = {};
+#pragma unroll
+        for (int i = 0; i < kOwned; i += 2) {
+            float upper[4], lower[4];
+            decode4(upper, part.word[i][w]), decode4(lower, part.word[i + 1][w]);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float first = apply<kPowerOfTwo>(__fmul_rn(upper[j], part.row_scale[i]), factor[j]);
+                const float second = apply<kPowerOfTwo>(__fmul_rn(lower[j], part.row_scale[i + 1]), factor[j]);
+                transposed[j][i / 4] |= encode2(first, second) << (i % 4) * 8;
+            }
+        }
+        store_columns(place, w, transposed, c, columns);
+    }
 }
 
 template <bool kPowerOfTwo, bool kVector>
 __global__ __launch_bounds__(kThreads, 3) void requantize_kernel(const uint8_t* codes, const float* scale,
                                                                  int64_t scale_stride_m, int64_t scale_stride_c, int m,
                                                                  int c, Codes columns, ScaleRule rule) {
-    // float32 bits of |x|: compared as integers, so NaN is larger than anything.
-    __shared__ uint32_t column_amax[2][kTileColumns];
-    __shared__ __align__(16) float column_factor[kTileColumns];
-    const Place place;
-    const int first_row = blockIdx.y * kBlock + place.row;
-    const int tile_column = place.warp_column * 64 + place.lane_column * kWide;
-    const int first_column = blockIdx.x * kTileColumns + tile_column;
-    uint32_t word[kOwned][4];
-    float row_scale[kOwned];
+    __shared__ Scratch scratch;
+    const WidePlace place;
+    WidePart part;
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) {
-        const int row = first_row + i;
-        const bool in = row < m && first_column < c;
-        const uint4 loaded = load16<kVector>(codes + int64_t(row) * c + first_column, in ? c - first_column : 0);
-        word[i][0] = loaded.x, word[i][1] = loaded.y, word[i][2] = loaded.z, word[i][3] = loaded.w;
-        row_scale[i] = in ? scale[row * scale_stride_m + first_column / kBlock * scale_stride_c] : 0.f;
+        const int row = place.first_row + i;
+        const bool in = row < m && place.first_column < c;
+        const uint4 loaded =
+            load16<kVector>(codes + int64_t(row) * c + place.first_column, in ? c - place.first_column : 0);
+        part.word[i][0] = loaded.x, part.word[i][1] = loaded.y, part.word[i][2] = loaded.z, part.word[i][3] = loaded.w;
+        part.row_scale[i] = in ? scale[row * scale_stride_m + place.first_column / kBlock * scale_stride_c] : 0.f;
     }
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-        uint32_t amax[4] = {};
-#pragma unroll
-        for (int i = 0; i < kOwned; ++i) {
-            float x[4];
-            decode4(x, word[i][w]);
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                amax[j] = max(amax[j], __float_as_uint(__fmul_rn(x[j], row_scale[i])) & 0x7fffffffu);
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-#pragma unroll
-            for (int distance = 4; distance < 32; distance *= 2)
-                amax[j] = max(amax[j], __shfl_xor_sync(0xffffffffu, amax[j], distance));
-        if (place.lane_row == 0)
-            *reinterpret_cast<uint4*>(&column_amax[place.warp_row][tile_column + 4 * w]) =
-                make_uint4(amax[0], amax[1], amax[2], amax[3]);
-    }
-    __syncthreads();
-    {
-        const int t = threadIdx.x, column = blockIdx.x * kTileColumns + t;
-        const float s = scale_of(__uint_as_float(max(column_amax[0][t], column_amax[1][t])), rule, kPowerOfTwo);
-        column_factor[t] = factor_of(s, kPowerOfTwo);
-        if (column < c)
-            columns.scale[blockIdx.y * columns.scale_stride + column] = s;
-    }
-    __syncthreads();
-    const int64_t padded_rows = int64_t(gridDim.y) * kBlock;
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-        const float4 loaded = *reinterpret_cast<const float4*>(&column_factor[tile_column + 4 * w]);
-        const float factor[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
-        uint32_t transposed[4][2] = {};
-#pragma unroll
-        for (int i = 0; i < kOwned; i += 2) {
-            float upper[4], lower[4];
-            decode4(upper, word[i][w]), decode4(lower, word[i + 1][w]);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const float first = __fmul_rn(upper[j], row_scale[i]), second = __fmul_rn(lower[j], row_scale[i + 1]);
-                transposed[j][i / 4] |=
-                    encode2(apply<kPowerOfTwo>(first, factor[j]), apply<kPowerOfTwo>(second, factor[j])) << (i % 4) * 8;
-            }
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-            if (first_column + 4 * w + j < c)
-                store8<true>(columns.data + (first_column + 4 * w + j) * padded_rows + first_row, transposed[j][0],
-                             transposed[j][1], 8);
-    }
+    if constexpr (kPowerOfTwo)
+        if (requantize_in_half(part, place, c, columns, rule, scratch))
+            return;
+    requantize_in_float<kPowerOfTwo>(part, place, c, columns, rule, scratch);
 }
 
 }  // namespace

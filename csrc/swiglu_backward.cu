@@ -5,11 +5,6 @@
 namespace jetrl {
 namespace {
 
-__device__ inline uint32_t bf16_pair(float low, float high) {
-    const __nv_bfloat162 pair(__float2bfloat16_rn(low), __float2bfloat16_rn(high));
-    return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
 struct Gradients {
     float gate, up;
 };

@@ -59,6 +59,11 @@ __device__ inline float high_bf16(uint32_t word) {
     return __uint_as_float(word & 0xffff0000u);
 }
 
+__device__ inline uint32_t bf16_pair(float low, float high) {
+    const __nv_bfloat162 pair(__float2bfloat16_rn(low), __float2bfloat16_rn(high));
+    return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
 // Two codes, the first in the low byte. NaN stays NaN, larger values saturate.
 __device__ inline uint32_t encode2(float first, float second) {
     return __nv_cvt_float2_to_fp8x2(make_float2(first, second), __NV_SATFINITE, __NV_E4M3);

@@ -19,6 +19,7 @@ from jetrl_megatron.kernels.outputs import empty_along_tokens, empty_codes, empt
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.tensor import BlockScaledTensor
 
+
 @functools.lru_cache(maxsize=64)
 def _activation_rule(recipe: Fp8BlockRecipe) -> _C.Recipe:
     return _C.Recipe(
@@ -81,9 +82,7 @@ def quantize_along_features(x_MC: torch.Tensor, recipe: Fp8BlockRecipe) -> Block
 def requantize_along_tokens(codes: BlockScaledTensor) -> BlockScaledTensor:
     """What codes [M, C] stand for, transposed in groups along tokens: [C, Mp]."""
     columns = empty_along_tokens(*codes.shape, codes.recipe, codes.data.device)
-    _C.requantize_along_tokens(
-        codes.data, codes.scale, columns.data, columns.scale, _activation_rule(codes.recipe)
-    )
+    _C.requantize_along_tokens(codes.data, codes.scale, columns.data, columns.scale, _activation_rule(codes.recipe))
     return columns
 
 
@@ -108,9 +107,7 @@ def swiglu_backward_quantize(
     """
     rows = empty_codes(*y_M2F.shape, recipe, y_M2F.device)
     columns = empty_along_tokens(*y_M2F.shape, recipe, y_M2F.device)
-    _C.swiglu_backward(
-        dh_MF, y_M2F, None, rows.data, rows.scale, columns.data, columns.scale, _activation_rule(recipe)
-    )
+    _C.swiglu_backward(dh_MF, y_M2F, None, rows.data, rows.scale, columns.data, columns.scale, _activation_rule(recipe))
     return rows, columns
 
 
@@ -127,3 +124,69 @@ def quantize_weights(
     codes, transposed = ([pair[side].data for pair in pairs] for side in (0, 1))
     _C.quantize_weights(list(weights), codes, transposed, [w.scale for w, _ in pairs], amax, _weight_rule(recipe))
     return pairs
+
+
+def rms_norm(
+    x_MK: torch.Tensor,
+    weight_K: torch.Tensor,
+    eps: float,
+    recipe: Fp8BlockRecipe,
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """x / rms(x) * weight, of x + residual where one is given.
+
+    Args:
+        x_MK, residual: BF16 [M, K], contiguous; their sum is rounded to BF16 before it is normed.
+        weight_K: BF16 [K].
+
+    Returns:
+        y BF16 [M, K], float32 [M] 1 / rms, and the rounded sum or None.
+    """
+    y_MK = torch.empty_like(x_MK)
+    rstd_M, sums = _norm_outputs(x_MK, residual)
+    _C.rms_norm(x_MK, residual, weight_K, eps, y_MK, None, None, rstd_M, sums, _activation_rule(recipe))
+    return y_MK, rstd_M, sums
+
+
+def rms_norm_quantize(
+    x_MK: torch.Tensor,
+    weight_K: torch.Tensor,
+    eps: float,
+    recipe: Fp8BlockRecipe,
+    residual: torch.Tensor | None = None,
+) -> tuple[BlockScaledTensor, torch.Tensor, torch.Tensor | None]:
+    """`rms_norm` with codes [M, K] in groups along features instead of y."""
+    out = empty_codes(*x_MK.shape, recipe, x_MK.device)
+    rstd_M, sums = _norm_outputs(x_MK, residual)
+    rule = _activation_rule(recipe)
+    _C.rms_norm(x_MK, residual, weight_K, eps, None, out.data, out.scale, rstd_M, sums, rule)
+    return out, rstd_M, sums
+
+
+def _norm_outputs(x_MK: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    rstd_M = torch.empty(x_MK.shape[0], dtype=torch.float32, device=x_MK.device)
+    return rstd_M, None if residual is None else torch.empty_like(x_MK)
+
+
+def rms_norm_backward(
+    dy_MK: torch.Tensor, x_MK: torch.Tensor, weight_K: torch.Tensor, rstd_M: torch.Tensor, *, programs: int = 528
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `rms_norm`: of x, BF16 [M, K], and of the weight, float32 [K]. Repeats give the same bytes.
+
+    Args:
+        dy_MK, x_MK: BF16 [M, K], contiguous.
+        programs: parts in which the weight's gradient is summed first.
+    """
+    dx_MK = torch.empty_like(x_MK)
+    partial_PK = torch.empty(programs, x_MK.shape[1], dtype=torch.float32, device=x_MK.device)
+    if x_MK.shape[0] == 0:
+        return dx_MK, partial_PK.new_zeros(x_MK.shape[1])
+    _C.rms_norm_backward(dy_MK, x_MK, weight_K, rstd_M, dx_MK, partial_PK)
+    return dx_MK, partial_PK.sum(dim=0)
+
+
+def takes_norm(x_MK: torch.Tensor, weight_K: torch.Tensor) -> bool:
+    """Whether the extension's RMSNorm handles the shape and dtypes."""
+    features = x_MK.shape[1]
+    both_bf16 = x_MK.dtype == weight_K.dtype == torch.bfloat16
+    return both_bf16 and features % 8 == 0 and features <= _C.MOST_FEATURES and weight_K.is_contiguous()

@@ -120,6 +120,26 @@ class CudaQuantizer(TritonQuantizer):
         columns: BlockScaledTensor = _kernel("extension").requantize_along_tokens(codes)
         return columns
 
+    def rms_norm(
+        self, x_MK: torch.Tensor, weight_K: torch.Tensor, eps: float, recipe: Fp8BlockRecipe
+    ) -> tuple[BlockScaledTensor, torch.Tensor]:
+        extension = _kernel("extension")
+        if not extension.takes_norm(x_MK, weight_K):
+            return super().rms_norm(x_MK, weight_K, eps, recipe)
+        codes, rstd_M, _ = extension.rms_norm_quantize(x_MK.contiguous(), weight_K, eps, recipe)
+        return codes, rstd_M
+
+    def rms_norm_backward(
+        self, dy_MK: torch.Tensor, x_MK: torch.Tensor, weight_K: torch.Tensor, rstd_M: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        extension = _kernel("extension")
+        if not extension.takes_norm(x_MK, weight_K):
+            return super().rms_norm_backward(dy_MK, x_MK, weight_K, rstd_M)
+        pair: tuple[torch.Tensor, torch.Tensor] = extension.rms_norm_backward(
+            dy_MK.contiguous(), x_MK.contiguous(), weight_K, rstd_M
+        )
+        return pair
+
     def swiglu_backward(
         self, dh_MF: torch.Tensor, y_M2F: torch.Tensor, recipe: Fp8BlockRecipe
     ) -> tuple[BlockScaledTensor, BlockScaledTensor]:

@@ -36,14 +36,25 @@ class ScaledMm:
 
     @staticmethod
     def _product(a: BlockScaledTensor, b: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
-        kinds = {1: F.ScalingType.BlockWise1x128, _BLOCK: F.ScalingType.BlockWise128x128}
+        kind = F.ScalingType.BlockWise1x128 if b.block[0] == 1 else F.ScalingType.BlockWise128x128
+        scale_b = _dense_columns(b.scale) if b.block[0] == 1 else _padded_columns(b.scale)
         product: torch.Tensor = F.scaled_mm(
             a.data,
             b.data.t(),
-            a.scale,
-            kinds[a.block[0]],
-            b.scale.t(),
-            kinds[b.block[0]],
+            _dense_columns(a.scale),
+            F.ScalingType.BlockWise1x128,
+            scale_b,
+            kind,
             output_dtype=dtype,
         )
         return product
+
+
+def _dense_columns(scale: torch.Tensor) -> torch.Tensor:
+    """The scale with columns that follow each other without a gap; itself where they do."""
+    return scale if scale.stride() == (1, scale.shape[0]) else scale.t().contiguous().t()
+
+
+def _padded_columns(scale: torch.Tensor) -> torch.Tensor:
+    """Transposed scale of a weight, as cuBLASLt reads it: column by column, each padded to a multiple of 4."""
+    return F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t()
