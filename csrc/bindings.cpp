@@ -174,8 +174,10 @@ void rms_norm(const Tensor& x, const std::optional<Tensor>& residual, const Tens
     if (x.numel() == 0)
         return;
     const c10::cuda::CUDAGuard guard(x.device());
+    int multiprocessors = 0;
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, x.device().index()));
     jetrl::rms_norm(source, added, weight.data_ptr(), x.size(0), x.size(1), float(eps), normed, out, inverse, total,
-                    rule, c10::cuda::getCurrentCUDAStream());
+                    rule, multiprocessors, c10::cuda::getCurrentCUDAStream());
     C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

@@ -41,7 +41,7 @@ void swiglu_backward(const void* dh, const void* y, int m, int f, void* dy, Code
 // writes. Writes y, or its codes where codes.data is given. k is a multiple of 8 and at most kMostFeatures.
 constexpr int kMostFeatures = 8192;
 void rms_norm(const void* x, const void* residual, const void* weight, int m, int k, float eps, void* y, Codes codes,
-              float* rstd, void* sums, ScaleRule rule, cudaStream_t stream);
+              float* rstd, void* sums, ScaleRule rule, int multiprocessors, cudaStream_t stream);
 
 // partial: float32 [programs, k], each program's sum over its rows; their sum is the weight's gradient.
 void rms_norm_backward(const void* dy, const void* x, const void* weight, const float* rstd, int m, int k, int programs,

@@ -13,6 +13,7 @@ namespace {
 constexpr int kWide = 16;          // columns of a thread's part: one 16-byte load
 constexpr int kTileColumns = 256;  // 2 x 4 warps of 64 rows x 64 columns
 constexpr int kHalfRange = 15;     // a code is a multiple of 2^-9, half precision goes down to 2^-24
+constexpr int kCodeShift = 8;      // exponent bias of half precision minus that of a code
 constexpr int kNotFinite = 255;    // exponent bits of infinity and NaN
 
 struct Scratch {
@@ -71,6 +72,23 @@ __device__ inline float max_or_nan(float a, float b) {
     return larger;
 }
 
+// The codes' bits as half precision, which is 2^-8 of what they stand for: bytes 1 and 3 of a word, signs left out.
+// Conversions are slower than memory here. NaN becomes 480.
+__device__ inline __half2 odd_magnitudes(uint32_t codes) {
+    const uint32_t bits = codes >> 1 & 0x3f803f80u;
+    return *reinterpret_cast<const __half2*>(&bits);
+}
+
+// The same of bytes 1 and 3 with their signs.
+__device__ inline __half2 odd_values(uint32_t codes) {
+    const uint32_t bits = (codes >> 1 & 0x3f803f80u) | (codes & 0x80008000u);
+    return *reinterpret_cast<const __half2*>(&bits);
+}
+
+__device__ inline bool holds_nan(uint32_t codes) {
+    return ((codes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
+}
+
 __device__ inline __half2 power_of_two(int exponent) {
     // Below -14 half precision is subnormal.
     const uint32_t bits = exponent >= -14 ? (exponent + 15) << 10 : 1u << (exponent + 24);
@@ -110,28 +128,30 @@ __device__ inline bool requantize_in_half(const WidePart& part, const WidePlace&
     for (int i = 0; i < kOwned; ++i) {
         const uint32_t* word = part.word[i];
         const bool zero = ((word[0] | word[1] | word[2] | word[3]) & 0x7f7f7f7fu) == 0;
-        exact = exact && (zero || top - exponent[i] <= kHalfRange);
-        row_ratio[i] = power_of_two(max(exponent[i] - top, -kHalfRange));
+        const bool nan = holds_nan(word[0]) || holds_nan(word[1]) || holds_nan(word[2]) || holds_nan(word[3]);
+        exact = exact && !nan && (zero || top - exponent[i] <= kHalfRange);
+        row_ratio[i] = power_of_two(max(exponent[i] - top, -kHalfRange) + kCodeShift);
     }
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
+        // Columns 0 and 2 of the word, then 1 and 3.
         __half2 largest[2] = {__half2half2(__ushort_as_half(0)), __half2half2(__ushort_as_half(0))};
 #pragma unroll
         for (int i = 0; i < kOwned; ++i)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const __half2 value = __hmul2(decode2(part.word[i][w] >> 16 * h), row_ratio[i]);
-                largest[h] = __hmax2_nan(largest[h], __habs2(value));
+                const uint32_t codes = h == 0 ? part.word[i][w] << 8 : part.word[i][w];
+                largest[h] = __hmax2(largest[h], __hmul2(odd_magnitudes(codes), row_ratio[i]));
             }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            uint32_t amax = *reinterpret_cast<const uint32_t*>(&largest[h]) & kAbs;
+            uint32_t amax = *reinterpret_cast<const uint32_t*>(&largest[h]);
 #pragma unroll
             for (int distance = 4; distance < 32; distance *= 2)
                 amax = __vmaxu2(amax, __shfl_xor_sync(0xffffffffu, amax, distance));
             if (place.lane_row == 0) {
-                scratch.column_amax[place.warp_row][place.tile_column + 4 * w + 2 * h] = amax & 0xffff;
-                scratch.column_amax[place.warp_row][place.tile_column + 4 * w + 2 * h + 1] = amax >> 16;
+                scratch.column_amax[place.warp_row][place.tile_column + 4 * w + h] = amax & 0xffff;
+                scratch.column_amax[place.warp_row][place.tile_column + 4 * w + h + 2] = amax >> 16;
             }
         }
     }
@@ -143,10 +163,10 @@ __device__ inline bool requantize_in_half(const WidePart& part, const WidePlace&
     const float unit = __int_as_float(of_column << 23);
     const float scale = scale_of(__fmul_rn(__half2float(__ushort_as_half(bits)), unit), rule, true);
     const int distance = of_column - (__float_as_int(scale) >> 23 & kNotFinite);
-    exact = exact && (bits == 0 || bits > 0x7c00 || (distance >= 0 && distance <= kHalfRange));
-    scratch.column_ratio[t] = bits > 0x7c00
-                                  ? __ushort_as_half(0x7fff)
-                                  : __low2half(power_of_two(bits == 0 ? 0 : min(max(distance, 0), kHalfRange)));
+    exact = exact && (bits == 0 || (distance >= 0 && distance <= kHalfRange));
+    // In the order of the words' halves: columns 0, 2, 1, 3.
+    const int slot = (t & ~3) | (t & 1) << 1 | (t & 2) >> 1;
+    scratch.column_ratio[slot] = __low2half(power_of_two(bits == 0 ? 0 : min(max(distance, 0), kHalfRange)));
     if (!__syncthreads_and(exact))
         return false;
     if (column < c)
@@ -160,7 +180,8 @@ __device__ inline bool requantize_in_half(const WidePart& part, const WidePlace&
             uint32_t pair[2];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const __half2 value = __hmul2(__hmul2(decode2(part.word[i][w] >> 16 * h), row_ratio[i]), ratio[h]);
+                const uint32_t codes = h == 0 ? part.word[i][w] << 8 : part.word[i][w];
+                const __half2 value = __hmul2(__hmul2(odd_values(codes), row_ratio[i]), ratio[h]);
                 pair[h] = __nv_cvt_halfraw2_to_fp8x2(__half2_raw(value), __NV_SATFINITE, __NV_E4M3);
             }
             code[i] = pair[0] | pair[1] << 16;
@@ -168,12 +189,13 @@ __device__ inline bool requantize_in_half(const WidePart& part, const WidePlace&
 #pragma unroll
         for (int q = 0; q < 2; ++q) {
             const uint32_t* row = code + 4 * q;
-            const uint32_t first = __byte_perm(row[0], row[1], 0x5140), second = __byte_perm(row[2], row[3], 0x5140);
-            const uint32_t third = __byte_perm(row[0], row[1], 0x7362), fourth = __byte_perm(row[2], row[3], 0x7362);
-            transposed[0][q] = __byte_perm(first, second, 0x5410),
-            transposed[1][q] = __byte_perm(first, second, 0x7632);
-            transposed[2][q] = __byte_perm(third, fourth, 0x5410),
-            transposed[3][q] = __byte_perm(third, fourth, 0x7632);
+            // Bytes of a row: columns 0, 2, 1, 3.
+            const uint32_t even[2] = {__byte_perm(row[0], row[1], 0x5140), __byte_perm(row[2], row[3], 0x5140)};
+            const uint32_t odd[2] = {__byte_perm(row[0], row[1], 0x7362), __byte_perm(row[2], row[3], 0x7362)};
+            transposed[0][q] = __byte_perm(even[0], even[1], 0x5410),
+            transposed[2][q] = __byte_perm(even[0], even[1], 0x7632);
+            transposed[1][q] = __byte_perm(odd[0], odd[1], 0x5410),
+            transposed[3][q] = __byte_perm(odd[0], odd[1], 0x7632);
         }
         store_columns(place, w, transposed, c, columns);
     }

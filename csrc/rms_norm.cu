@@ -9,15 +9,12 @@ namespace {
 constexpr int kVector = 8;                     // BF16 elements in 16 bytes
 constexpr int kGroupLanes = kBlock / kVector;  // neighbouring lanes that hold a group
 constexpr int kMostThreads = kMostFeatures / kVector / 2;
+constexpr int kResidentThreads = 1024;  // of a multiprocessor, with the registers that these kernels take
 constexpr int kMostWarps = kMostThreads / 32;
 
 struct Vector {
     float x[kVector];
 
-    __device__ static Vector load(const uint16_t* source) {
-        const uint4 raw = __ldg(reinterpret_cast<const uint4*>(source));
-        return of(raw);
-    }
     __device__ static Vector of(const uint4& raw) {
         Vector v;
         const uint32_t word[kWords] = {raw.x, raw.y, raw.z, raw.w};
@@ -32,12 +29,32 @@ struct Vector {
     }
 };
 
-// The sum over the block, the same in every thread: lanes first, then warps in order.
+// A thread's part of a row, as it lies in memory.
+template <int kVectors>
+struct Row {
+    uint4 raw[kVectors];
+
+    __device__ static int column(int v) { return (v * blockDim.x + threadIdx.x) * kVector; }
+
+    __device__ void load(const uint16_t* row, int k) {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v)
+            raw[v] = column(v) < k ? __ldg(reinterpret_cast<const uint4*>(row + column(v))) : make_uint4(0, 0, 0, 0);
+    }
+    __device__ void store(uint16_t* row, int k) const {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v)
+            if (column(v) < k)
+                *reinterpret_cast<uint4*>(row + column(v)) = raw[v];
+    }
+};
+
+// The sum over the block, the same in every thread: lanes first, then warps in order. `of_warps` must not be read any
+// more by an earlier call: callers alternate between two.
 __device__ inline float block_sum(float value, float* of_warps) {
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2)
         value = __fadd_rn(value, __shfl_xor_sync(0xffffffffu, value, distance));
-    __syncthreads();  // of_warps may still be read from the last call
     if (threadIdx.x % 32 == 0)
         of_warps[threadIdx.x / 32] = value;
     __syncthreads();
@@ -47,129 +64,139 @@ __device__ inline float block_sum(float value, float* of_warps) {
     return sum;
 }
 
-template <bool kQuantize, bool kResidual, bool kPowerOfTwo, int kVectors>
-__global__ __launch_bounds__(kMostThreads) void forward_kernel(const uint16_t* x, const uint16_t* residual,
-                                                               const uint16_t* weight, int k, float eps, uint16_t* y,
-                                                               Codes codes, float* rstd, uint16_t* sums,
-                                                               ScaleRule rule) {
-    __shared__ float of_warps[kMostWarps];
-    const int64_t row = blockIdx.x, base = row * k;
-    Vector value[kVectors];
-    float squares = 0.f;
+// Codes of one normed row. All threads call it.
+template <bool kPowerOfTwo, int kVectors>
+__device__ inline void store_codes(const Row<kVectors>& normed, int64_t row, int k, const Codes& codes,
+                                   const ScaleRule& rule) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-        const int column = (v * blockDim.x + threadIdx.x) * kVector;
-        if (column >= k) {
-            value[v] = {};
-            continue;
-        }
-        value[v] = Vector::load(x + base + column);
-        if constexpr (kResidual) {
-            const Vector added = Vector::load(residual + base + column);
-#pragma unroll
-            for (int i = 0; i < kVector; ++i)
-                value[v].x[i] = __fadd_rn(value[v].x[i], added.x[i]);
-            const uint4 rounded = value[v].rounded();
-            *reinterpret_cast<uint4*>(sums + base + column) = rounded;
-            value[v] = Vector::of(rounded);
-        }
-#pragma unroll
-        for (int i = 0; i < kVector; ++i)
-            squares = __fadd_rn(squares, __fmul_rn(value[v].x[i], value[v].x[i]));
-    }
-    const float mean = __fdiv_rn(block_sum(squares, of_warps), float(k));
-    const float inverse = __frcp_rn(__fsqrt_rn(__fadd_rn(mean, eps)));
-    if (threadIdx.x == 0)
-        rstd[row] = inverse;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-        const int column = (v * blockDim.x + threadIdx.x) * kVector;
-        const bool inside = column < k;
-        Vector normed{};
-        if (inside) {
-            const Vector gain = Vector::load(weight + column);
-#pragma unroll
-            for (int i = 0; i < kVector; ++i)
-                normed.x[i] = __fmul_rn(__fmul_rn(value[v].x[i], inverse), gain.x[i]);
-        }
-        const uint4 rounded = normed.rounded();
-        if constexpr (!kQuantize) {
-            if (inside)
-                *reinterpret_cast<uint4*>(y + base + column) = rounded;
-            continue;
-        }
-        uint32_t amax =
-            __vmaxu2(__vmaxu2(rounded.x & kAbs, rounded.y & kAbs), __vmaxu2(rounded.z & kAbs, rounded.w & kAbs));
+        const int column = Row<kVectors>::column(v);
+        const uint4 raw = normed.raw[v];
+        uint32_t amax = __vmaxu2(__vmaxu2(raw.x & kAbs, raw.y & kAbs), __vmaxu2(raw.z & kAbs, raw.w & kAbs));
         amax = max(amax & 0xffffu, amax >> 16);
 #pragma unroll
         for (int distance = 1; distance < kGroupLanes; distance *= 2)
             amax = max(amax, __shfl_xor_sync(0xffffffffu, amax, distance));
-        const float scale = scale_of(bf16_bits(amax), rule, kPowerOfTwo), factor = factor_of(scale, kPowerOfTwo);
-        if (!inside)
+        if (column >= k)
             continue;
+        const float scale = scale_of(bf16_bits(amax), rule, kPowerOfTwo), factor = factor_of(scale, kPowerOfTwo);
         if (threadIdx.x % kGroupLanes == 0)
             codes.scale[column / kBlock * codes.scale_stride + row] = scale;
-        const Vector final = Vector::of(rounded);
-        uint32_t code[2];
+        const Vector final = Vector::of(raw);
+        uint32_t pair[kWords];
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-            code[h] =
-                encode2(apply<kPowerOfTwo>(final.x[4 * h], factor), apply<kPowerOfTwo>(final.x[4 * h + 1], factor)) |
-                encode2(apply<kPowerOfTwo>(final.x[4 * h + 2], factor), apply<kPowerOfTwo>(final.x[4 * h + 3], factor))
-                    << 16;
-        store8<true>(codes.data + base + column, code[0], code[1], kVector);
+        for (int w = 0; w < kWords; ++w)
+            pair[w] =
+                encode2(apply<kPowerOfTwo>(final.x[2 * w], factor), apply<kPowerOfTwo>(final.x[2 * w + 1], factor));
+        store8<true>(codes.data + row * k + column, pair[0] | pair[1] << 16, pair[2] | pair[3] << 16, kVector);
     }
 }
 
+// A block takes every gridDim.x-th row, and loads the next one while it reduces: a row alone is too little to keep the
+// memory busy during the reduction.
+template <bool kQuantize, bool kResidual, bool kPowerOfTwo, int kVectors>
+__global__ __launch_bounds__(kMostThreads) void forward_kernel(const uint16_t* x, const uint16_t* residual,
+                                                               const uint16_t* weight, int m, int k, float eps,
+                                                               uint16_t* y, Codes codes, float* rstd, uint16_t* sums,
+                                                               ScaleRule rule) {
+    __shared__ float of_warps[2][kMostWarps];
+    Row<kVectors> gain, next, next_added;
+    next.load(x + int64_t(blockIdx.x) * k, k);
+    if constexpr (kResidual)
+        next_added.load(residual + int64_t(blockIdx.x) * k, k);
+    gain.load(weight, k);
+    int buffer = 0;
+    for (int64_t row = blockIdx.x; row < m; row += gridDim.x, buffer ^= 1) {
+        Row<kVectors> current = next, added = next_added;
+        if (row + gridDim.x < m) {
+            next.load(x + (row + gridDim.x) * k, k);
+            if constexpr (kResidual)
+                next_added.load(residual + (row + gridDim.x) * k, k);
+        }
+        float squares = 0.f;
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            Vector value = Vector::of(current.raw[v]);
+            if constexpr (kResidual) {
+                const Vector other = Vector::of(added.raw[v]);
+#pragma unroll
+                for (int i = 0; i < kVector; ++i)
+                    value.x[i] = __fadd_rn(value.x[i], other.x[i]);
+                current.raw[v] = value.rounded();
+                value = Vector::of(current.raw[v]);
+            }
+#pragma unroll
+            for (int i = 0; i < kVector; ++i)
+                squares = __fadd_rn(squares, __fmul_rn(value.x[i], value.x[i]));
+        }
+        if constexpr (kResidual)
+            current.store(sums + row * k, k);
+        const float mean = __fdiv_rn(block_sum(squares, of_warps[buffer]), float(k));
+        const float inverse = __frcp_rn(__fsqrt_rn(__fadd_rn(mean, eps)));
+        if (threadIdx.x == 0)
+            rstd[row] = inverse;
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            Vector value = Vector::of(current.raw[v]);
+            const Vector of_column = Vector::of(gain.raw[v]);
+#pragma unroll
+            for (int i = 0; i < kVector; ++i)
+                value.x[i] = __fmul_rn(__fmul_rn(value.x[i], inverse), of_column.x[i]);
+            current.raw[v] = value.rounded();
+        }
+        if constexpr (kQuantize)
+            store_codes<kPowerOfTwo>(current, row, k, codes, rule);
+        else
+            current.store(y + row * k, k);
+    }
+}
+
+// A program takes `rows` neighbouring rows, and keeps its part of the weight's gradient in registers.
 template <int kVectors>
 __global__ __launch_bounds__(kMostThreads) void backward_kernel(const uint16_t* dy, const uint16_t* x,
                                                                 const uint16_t* weight, const float* rstd, int m, int k,
                                                                 int rows, uint16_t* dx, float* partial) {
-    __shared__ float of_warps[kMostWarps];
-    Vector gain[kVectors], of_weight[kVectors] = {};
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-        const int column = (v * blockDim.x + threadIdx.x) * kVector;
-        gain[v] = column < k ? Vector::load(weight + column) : Vector{};
-    }
-    const int last = min((int(blockIdx.x) + 1) * rows, m);
-    for (int row = blockIdx.x * rows; row < last; ++row) {
-        const int64_t base = int64_t(row) * k;
+    __shared__ float of_warps[2][kMostWarps];
+    const int64_t first = int64_t(blockIdx.x) * rows, last = min(first + rows, int64_t(m));
+    Row<kVectors> gain, next, next_gradient;
+    Vector of_weight[kVectors] = {};
+    gain.load(weight, k);
+    if (first < last)
+        next.load(x + first * k, k), next_gradient.load(dy + first * k, k);
+    int buffer = 0;
+    for (int64_t row = first; row < last; ++row, buffer ^= 1) {
+        const Row<kVectors> current = next, gradient = next_gradient;
+        if (row + 1 < last)
+            next.load(x + (row + 1) * k, k), next_gradient.load(dy + (row + 1) * k, k);
         const float inverse = rstd[row];
         Vector normed[kVectors], weighted[kVectors];
         float product = 0.f;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-            const int column = (v * blockDim.x + threadIdx.x) * kVector;
-            const bool inside = column < k;
-            normed[v] = inside ? Vector::load(x + base + column) : Vector{};
-            weighted[v] = inside ? Vector::load(dy + base + column) : Vector{};
-        }
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
+            normed[v] = Vector::of(current.raw[v]), weighted[v] = Vector::of(gradient.raw[v]);
+            const Vector of_column = Vector::of(gain.raw[v]);
 #pragma unroll
             for (int i = 0; i < kVector; ++i) {
                 normed[v].x[i] *= inverse;
                 of_weight[v].x[i] += weighted[v].x[i] * normed[v].x[i];
-                weighted[v].x[i] *= gain[v].x[i];
+                weighted[v].x[i] *= of_column.x[i];
                 product += weighted[v].x[i] * normed[v].x[i];
             }
         }
-        const float mean = block_sum(product, of_warps) / float(k);
+        const float mean = block_sum(product, of_warps[buffer]) / float(k);
+        Row<kVectors> result;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-            const int column = (v * blockDim.x + threadIdx.x) * kVector;
-            if (column >= k)
-                continue;
 #pragma unroll
             for (int i = 0; i < kVector; ++i)
                 weighted[v].x[i] = (weighted[v].x[i] - normed[v].x[i] * mean) * inverse;
-            *reinterpret_cast<uint4*>(dx + base + column) = weighted[v].rounded();
+            result.raw[v] = weighted[v].rounded();
         }
+        result.store(dx + row * k, k);
     }
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-        const int column = (v * blockDim.x + threadIdx.x) * kVector;
+        const int column = Row<kVectors>::column(v);
         if (column >= k)
             continue;
         auto* target = reinterpret_cast<float4*>(partial + int64_t(blockIdx.x) * k + column);
@@ -193,14 +220,16 @@ Shape shape_of(int k) {
 }  // namespace
 
 void rms_norm(const void* x, const void* residual, const void* weight, int m, int k, float eps, void* y, Codes codes,
-              float* rstd, void* sums, ScaleRule rule, cudaStream_t stream) {
+              float* rstd, void* sums, ScaleRule rule, int multiprocessors, cudaStream_t stream) {
     const Shape shape = shape_of(k);
+    // As many blocks as run at once. The number changes no result.
+    const int blocks = min(m, multiprocessors * (kResidentThreads / shape.threads));
     const auto launch = [&](auto quantize, auto with_residual, auto power_of_two, auto vectors) {
         forward_kernel<decltype(quantize)::value, decltype(with_residual)::value, decltype(power_of_two)::value,
-                       decltype(vectors)::value>
-            <<<m, shape.threads, 0, stream>>>(static_cast<const uint16_t*>(x), static_cast<const uint16_t*>(residual),
-                                              static_cast<const uint16_t*>(weight), k, eps, static_cast<uint16_t*>(y),
-                                              codes, rstd, static_cast<uint16_t*>(sums), rule);
+                       decltype(vectors)::value><<<m, shape.threads, 0, stream>>>(
+            static_cast<const uint16_t*>(x), static_cast<const uint16_t*>(residual),
+            static_cast<const uint16_t*>(weight), m, k, eps, static_cast<uint16_t*>(y), codes, rstd,
+            static_cast<uint16_t*>(sums), rule);
     };
     const auto by_vectors = [&](auto quantize, auto with_residual, auto power_of_two) {
         if (shape.vectors == 1)

@@ -37,12 +37,14 @@ def _kernel(
     inside = (rows < N)[:, None] & (columns < K)[None, :]
     value = tl.load(w + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    # One scale, held once for each row: vectors of one element are not stored reliably.
     if HAS_AMAX:
-        amax = tl.load(amaxes + tile + tl.arange(0, 1))
+        amax = tl.load(amaxes + tile + tl.zeros((BLOCK,), tl.int32))
     else:
-        amax = tl.max(tl.max(amax_bits(value), 1, keep_dims=True), 0).to(tl.float32, bitcast=True)
+        bits = tl.max(tl.max(amax_bits(value), 1), 0)
+        amax = (tl.zeros((BLOCK,), tl.int32) + bits).to(tl.float32, bitcast=True)
     scale = scale_of(amax, AMAX_FLOOR, DIVISOR, SCALE_FLOOR, POWER_OF_TWO)
-    tl.store(scales + tile + tl.arange(0, 1), scale)
+    tl.store(scales + tile + tl.zeros((BLOCK,), tl.int32), scale, mask=tl.arange(0, BLOCK) == 0)
     code = encode(value, scale[:, None], ELEMENT_MAX, POWER_OF_TWO)
     tl.store(codes + rows[:, None] * K + columns[None, :], code, mask=inside)
     outside = (columns < K)[:, None] & (rows < N)[None, :]

@@ -1,4 +1,4 @@
-"""RMSNorm, with residual add and quantisation in the same kernel, and its gradient.
+"""RMSNorm, with residual add in the same kernel, and its gradient.
 
 A row is reduced by one program with a tile that depends on the number of features alone, so a row's result does not
 depend on how many rows there are.
@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from jetrl_megatron.kernels.device_functions import activation_rule, quantize_groups
-from jetrl_megatron.kernels.outputs import empty_codes
+from jetrl_megatron.kernels.quantize_activation import quantize_activation
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.reference import quantize_activation as reference_quantize
 from jetrl_megatron.reference import rms_norm as reference_norm
@@ -55,14 +54,9 @@ def rms_norm_quantize_twin(
 
 
 @triton.jit
-def _forward_kernel(
-    x, residual, weight, y, scales, rstd, sums, K, eps, scale_stride,
-    QUANTIZE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr, AMAX_FLOOR: tl.constexpr, DIVISOR: tl.constexpr, SCALE_FLOOR: tl.constexpr,
-    ELEMENT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-):  # fmt: skip
+def _forward_kernel(x, residual, weight, y, rstd, sums, K, eps, HAS_RESIDUAL: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, GROUPS * BLOCK)
+    columns = tl.arange(0, WIDTH)
     inside = columns < K
     value = tl.load(x + row * K + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
@@ -74,61 +68,15 @@ def _forward_kernel(
     inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
     tl.store(rstd + row, inverse)
     gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    normed = (value * inverse * gain).to(tl.bfloat16)
-    if QUANTIZE:
-        code, scale = quantize_groups(
-            tl.reshape(normed.to(tl.float32), (1, GROUPS * BLOCK)),
-            1, GROUPS, BLOCK, AMAX_FLOOR, DIVISOR, SCALE_FLOOR, ELEMENT_MAX, POWER_OF_TWO,
-        )  # fmt: skip
-        tl.store(y + row * K + columns, tl.reshape(code, (GROUPS * BLOCK,)), mask=inside)
-        groups = tl.arange(0, GROUPS)
-        held = groups * BLOCK < K
-        tl.store(scales + row + groups.to(tl.int64) * scale_stride, tl.reshape(scale, (GROUPS,)), mask=held)
-    else:
-        tl.store(y + row * K + columns, normed, mask=inside)
+    tl.store(y + row * K + columns, (value * inverse * gain).to(tl.bfloat16), mask=inside)
 
 
 def _warps(features: int) -> int:
     return 4 if features <= 2048 else 8
 
 
-def _launch_forward(
-    x_MK: torch.Tensor,
-    weight_K: torch.Tensor,
-    eps: float,
-    residual: torch.Tensor | None,
-    y: torch.Tensor,
-    scale: torch.Tensor,
-    recipe: Fp8BlockRecipe,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    tokens, features = x_MK.shape
-    rstd_M = torch.empty(tokens, dtype=torch.float32, device=x_MK.device)
-    sums = None if residual is None else torch.empty_like(residual, memory_format=torch.contiguous_format)
-    if x_MK.numel() == 0:
-        return rstd_M, sums
-    _forward_kernel[(tokens,)](
-        x_MK.contiguous(),
-        None if residual is None else residual.contiguous(),
-        weight_K,
-        y,
-        scale,
-        rstd_M,
-        sums,
-        features,
-        eps,
-        scale.stride(-1),
-        QUANTIZE=y.dtype == torch.float8_e4m3fn,
-        HAS_RESIDUAL=residual is not None,
-        GROUPS=max(triton.next_power_of_2(features) // recipe.block, 1),
-        num_warps=_warps(features),
-        enable_fp_fusion=False,
-        **activation_rule(recipe),
-    )
-    return rstd_M, sums
-
-
 def rms_norm(
-    x_MK: torch.Tensor, weight_K: torch.Tensor, eps: float, recipe: Fp8BlockRecipe, residual: torch.Tensor | None = None
+    x_MK: torch.Tensor, weight_K: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """x / rms(x) * weight, of x + residual where one is given.
 
@@ -139,18 +87,38 @@ def rms_norm(
     Returns:
         y BF16 [M, K], float32 [M] 1 / rms, and the rounded sum or None.
     """
+    tokens, features = x_MK.shape
     y_MK = torch.empty(x_MK.shape, dtype=torch.bfloat16, device=x_MK.device)
-    rstd_M, sums = _launch_forward(x_MK, weight_K, eps, residual, y_MK, y_MK, recipe)
+    rstd_M = torch.empty(tokens, dtype=torch.float32, device=x_MK.device)
+    sums = None if residual is None else torch.empty_like(y_MK)
+    if x_MK.numel() > 0:
+        _forward_kernel[(tokens,)](
+            x_MK.contiguous(),
+            None if residual is None else residual.contiguous(),
+            weight_K,
+            y_MK,
+            rstd_M,
+            sums,
+            features,
+            eps,
+            HAS_RESIDUAL=residual is not None,
+            WIDTH=triton.next_power_of_2(features),
+            num_warps=_warps(features),
+            enable_fp_fusion=False,
+        )
     return y_MK, rstd_M, sums
 
 
 def rms_norm_quantize(
     x_MK: torch.Tensor, weight_K: torch.Tensor, eps: float, recipe: Fp8BlockRecipe, residual: torch.Tensor | None = None
 ) -> tuple[BlockScaledTensor, torch.Tensor, torch.Tensor | None]:
-    """`quantize_activation` of `rms_norm`: codes [M, K] instead of y."""
-    out = empty_codes(*x_MK.shape, recipe, x_MK.device)
-    rstd_M, sums = _launch_forward(x_MK, weight_K, eps, residual, out.data, out.scale, recipe)
-    return out, rstd_M, sums
+    """`quantize_activation` of `rms_norm`: codes [M, K] instead of y.
+
+    Two kernels, where the CUDA extension has one: in one Triton kernel the layout that quantisation asks for changes
+    the order in which the row is summed, and with it the last bit of the norm.
+    """
+    y_MK, rstd_M, sums = rms_norm(x_MK, weight_K, eps, residual)
+    return quantize_activation(y_MK, recipe), rstd_M, sums
 
 
 @triton.jit

@@ -80,7 +80,7 @@ class Fp8LinearMixin(torch.nn.Module):
         self.quantized = self.recipe.quantizes(name, num_layers)
 
     def plan(self, device: torch.device) -> LinearPlan:
-        """Quantiser, GEMM and alignments for the device; made at the first call, since modules are moved after building."""
+        """What serves on the device; made at the first call, since modules are moved after building."""
         if self._plan is None or self._plan.rows.tiles.device != device:
             rows, columns = (Alignment(layout, self.tp_group, device) for layout in self._layouts)
             quantizer, gemm = select_quantizer(self.recipe, device), select_gemm(self.recipe, device)

@@ -19,7 +19,8 @@ class JetRLLayerNormColumnParallelLinear(JetRLColumnParallelLinear):
     """Drop-in for Megatron's TELayerNormColumnParallelLinear.
 
     The norm (`config.normalization`, RMSNorm or LayerNorm) runs in float32 and its result is rounded to the input's
-    dtype; on a Hopper GPU one kernel computes RMSNorm and the codes of its BF16 result. `layer_norm_weight` (and `layer_norm_bias`), [input_size], are replicated over tensor-parallel ranks.
+    dtype; on a Hopper GPU one kernel computes RMSNorm and the codes of its BF16 result. `layer_norm_weight` (and
+    `layer_norm_bias`), [input_size], are replicated over tensor-parallel ranks.
 
     Raises:
         ValueError: `config.normalization` is neither RMSNorm nor LayerNorm.

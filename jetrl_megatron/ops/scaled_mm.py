@@ -36,6 +36,8 @@ class ScaledMm:
 
     @staticmethod
     def _product(a: BlockScaledTensor, b: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
+        rows = a.shape[0]
+        a = _padded_rows(a)
         kind = F.ScalingType.BlockWise1x128 if b.block[0] == 1 else F.ScalingType.BlockWise128x128
         scale_b = _dense_columns(b.scale) if b.block[0] == 1 else _padded_columns(b.scale)
         product: torch.Tensor = F.scaled_mm(
@@ -47,7 +49,16 @@ class ScaledMm:
             kind,
             output_dtype=dtype,
         )
-        return product
+        return product[:rows]
+
+
+def _padded_rows(a: BlockScaledTensor) -> BlockScaledTensor:
+    """The operand with rows of zeros added up to a multiple of 4, which cuBLASLt wants."""
+    missing = -a.shape[0] % 4
+    if not missing:
+        return a
+    data = F.pad(a.data.view(torch.uint8), (0, 0, 0, missing)).view(a.data.dtype)
+    return BlockScaledTensor(data, F.pad(a.scale, (0, 0, 0, missing)), a.block, a.recipe)
 
 
 def _dense_columns(scale: torch.Tensor) -> torch.Tensor:
