@@ -161,12 +161,13 @@ float* per_row(const Tensor& rstd, const Tensor& x) {
 
 void rms_norm(const Tensor& x, const std::optional<Tensor>& residual, const Tensor& weight, double eps,
               const std::optional<Tensor>& y, const std::optional<Tensor>& codes, const std::optional<Tensor>& scale,
-              const Tensor& rstd, const std::optional<Tensor>& sums, const Recipe& recipe) {
+              const Tensor& rstd, const std::optional<Tensor>& sums, const std::optional<Recipe>& recipe) {
     const void* source = dense(x, "x", x);
     check_norm(x, weight);
     TORCH_CHECK_VALUE(residual.has_value() == sums.has_value(), "a residual goes with sums to write");
     TORCH_CHECK_VALUE(y.has_value() != codes.has_value(), "rms_norm writes either y or its codes");
-    const auto rule = rule_of(recipe);
+    TORCH_CHECK_VALUE(codes.has_value() == recipe.has_value(), "a recipe goes with codes");
+    const auto rule = recipe ? rule_of(*recipe) : jetrl::ScaleRule{};
     const auto out = codes_of(codes, scale, "codes", x.size(0), x.size(1));
     const void* added = dense(residual, "residual", x);
     void *normed = dense(y, "y", x), *total = dense(sums, "sums", x);

@@ -127,11 +127,7 @@ def quantize_weights(
 
 
 def rms_norm(
-    x_MK: torch.Tensor,
-    weight_K: torch.Tensor,
-    eps: float,
-    recipe: Fp8BlockRecipe,
-    residual: torch.Tensor | None = None,
+    x_MK: torch.Tensor, weight_K: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """x / rms(x) * weight, of x + residual where one is given.
 
@@ -144,7 +140,7 @@ def rms_norm(
     """
     y_MK = torch.empty_like(x_MK)
     rstd_M, sums = _norm_outputs(x_MK, residual)
-    _C.rms_norm(x_MK, residual, weight_K, eps, y_MK, None, None, rstd_M, sums, _activation_rule(recipe))
+    _C.rms_norm(x_MK, residual, weight_K, eps, y_MK, None, None, rstd_M, sums, None)
     return y_MK, rstd_M, sums
 
 

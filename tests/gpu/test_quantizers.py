@@ -176,9 +176,8 @@ def test_rms_norm_fused_equals_parts_exact(quantizer, recipe, shape, device):
     x, residual = (torch.randn(shape, device=device).bfloat16() for _ in range(2))
     weight = torch.randn(shape[1], device=device).bfloat16()
     norms = module_of(quantizer, triton_norm)
-    given = (recipe,) if quantizer.name == "cuda" else ()
     for added in (None, residual):
-        y, rstd, sums = norms.rms_norm(x, weight, 1e-6, *given, added)
+        y, rstd, sums = norms.rms_norm(x, weight, 1e-6, added)
         codes, fused_rstd, fused_sums = norms.rms_norm_quantize(x, weight, 1e-6, recipe, added)
         assert codes.equal(quantizer.activation(y, recipe)) and torch.equal(rstd, fused_rstd)
         twin, twin_rstd, twin_sums = triton_norm.rms_norm_twin(x, weight, 1e-6, added)

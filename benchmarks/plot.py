@@ -1,0 +1,115 @@
+"""Draws one picture beside each result file: `python -m benchmarks.plot [FILE.json ...]`, by default all of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+RESULTS = Path(__file__).parent / "results"
+Row = dict[str, Any]
+Bars = dict[str, dict[str, float]]
+"""Heights by series and group."""
+
+
+def main() -> None:
+    """Draws the files named on the command line, or every benchmark's result."""
+    files = [Path(name) for name in sys.argv[1:]] or sorted(RESULTS.glob("bench_*.json"))
+    for path in files:
+        rows = [row for row in json.loads(path.read_text()) if row["value"] is not None]
+        if not rows:
+            print(f"{path}: nothing was measured")
+            continue
+        draw(rows, path.with_suffix(".png"))
+        print(path.with_suffix(".png"))
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """One picture of one benchmark's rows."""
+    bench = rows[0]["bench"]
+    chart, unit, title, line = CHARTS[bench]
+    bars = chart(rows)
+    groups = list(dict.fromkeys(group for series in bars.values() for group in series))
+    # Without pyplot, which would look for a display.
+    figure = Figure(figsize=(max(7.0, 0.25 * len(groups) * len(bars) + 3), 5), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(bars)
+    for i, (name, heights) in enumerate(bars.items()):
+        at = [g + (i + 0.5) * width - 0.4 for g in range(len(groups))]
+        axes.bar(at, [heights.get(group, 0.0) for group in groups], width, label=name)
+    if line is not None:
+        axes.axhline(line, color="black", linewidth=1, linestyle="--", label=f"aim: {line}")
+    upright = max(map(len, groups)) > 20
+    axes.set_xticks(range(len(groups)), groups, rotation=90 if upright else 0, fontsize=8)
+    axes.set_ylabel(unit)
+    axes.set_title(f"{title}\n{rows[0]['device']}", fontsize=10)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def collect(rows: Iterable[Row], series: Callable[[Row], str | None], group: Callable[[Row], str], field: str) -> Bars:
+    """Heights from `field`, without rows whose series is None."""
+    bars: Bars = {}
+    for row in rows:
+        name = series(row)
+        if name is not None:
+            bars.setdefault(name, {})[group(row)] = row[field]
+    return bars
+
+
+def _speed_up(what: str, shape: str) -> Callable[[Sequence[Row]], Bars]:
+    """Ratios of one metric, by implementation and peer."""
+
+    def series(row: Row) -> str | None:
+        implementation, metric = row["metric"].split("/", 1)
+        wanted = metric == what and row["shape"].startswith(shape) and row["ratio"] is not None
+        return f"{implementation} over {row['peer']}" if wanted else None
+
+    return lambda rows: collect(rows, series, lambda row: f"{row['model']}\nM = {row['m']}", "ratio")
+
+
+def _bandwidth(rows: Sequence[Row]) -> Bars:
+    def series(row: Row) -> str | None:
+        return row["metric"].split("/")[0] if row["peer"] == "copy" else None
+
+    return collect(rows, series, lambda row: row["shape"], "ratio")
+
+
+def _memory(rows: Sequence[Row]) -> Bars:
+    def series(row: Row) -> str | None:
+        return row["metric"].split("/")[1] if row["ratio"] is not None else None
+
+    return collect(rows, series, lambda row: f"{row['model']}\n{row['shape'].split()[0]}", "ratio")
+
+
+CHARTS: dict[str, tuple[Callable[[Sequence[Row]], Bars], str, str, float | None]] = {
+    "bench_quantize": (_bandwidth, "bandwidth / device copy", "Quantisers, bytes read and written once", 0.8),
+    "bench_linear": (
+        _speed_up("fprop+dgrad+wgrad", "all four"),
+        "times as fast as the peer",
+        "FProp + DGrad + WGrad of a layer's four linears, with all quantisation",
+        1.5,
+    ),
+    "bench_decode_linear": (
+        _speed_up("fprop", "all four"),
+        "times as fast as the peer",
+        "A layer's four linears while decoding, with quantisation, under CUDA graphs",
+        1.35,
+    ),
+    "bench_layer": (
+        _speed_up("forward+backward", "layer"),
+        "times as fast as the peer",
+        "One transformer layer, forward and backward, sequence 8192",
+        1.41,
+    ),
+    "bench_memory": (_memory, "bytes / BF16", "What a linear keeps for backward", 0.55),
+}
+"""By benchmark: heights, unit, title, aim."""
+
+
+if __name__ == "__main__":
+    main()
