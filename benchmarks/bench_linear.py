@@ -6,6 +6,7 @@ Implementations, forward and backward in one process and in turn:
   or not at all.
 - bf16_torch: F.linear; the weight's gradient stays BF16 and is dropped.
 - bf16_torch_main_grad: the same, and the gradient is added to a float32 main_grad, as Megatron does without fusion.
+- te_bf16_main_grad: TransformerEngine's Linear in BF16, whose GEMM accumulates into main_grad.
 - te_blockwise_strict, te_blockwise_cached: TransformerEngine's Linear with Float8BlockScaling and fused main_grad;
   `is_first_microbatch` both ways.
 - jetrl_gemm, bf16_torch_gemm: the three products alone.
@@ -24,7 +25,7 @@ from benchmarks.linear_contenders import LinearCase, usable_transformer_engine
 from benchmarks.megatron_state import one_rank
 
 TOKENS = (8192, 16384)
-PEERS = ("bf16_torch", "bf16_torch_main_grad", "te_blockwise_strict", "te_blockwise_cached")
+PEERS = ("bf16_torch", "bf16_torch_main_grad", "te_bf16_main_grad", "te_blockwise_strict", "te_blockwise_cached")
 ALL = "all four linears"
 Totals = dict[str, Counter[str]]
 

@@ -99,52 +99,65 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got.double() - expected).norm() / expected.norm())
 
 
+_FEWEST, _MOST = 4, 200
+"""Repetitions in a turn."""
+_LONGEST_SLEEP = 0.2
+
+
 class CudaClock:
     """Times contenders with events, in turn, so that a change of clock rates meets all of them alike.
 
-    Before each turn the device sleeps for as long as the host needs to enqueue the turn, so no launch gap is measured.
-    The first repetition of a turn is not measured.
+    A turn goes on for a while, because a GPU lowers its clock under a load that lasts, more for some work than for
+    other, and training is such a load; the first third of a turn is not measured. Before each turn the device sleeps
+    for as long as the host needs to stay ahead of it, so no launch gap is measured.
+
+    Args:
+        rounds: turns of each contender.
+        seconds: length of a turn.
     """
 
-    def __init__(self, rounds: int, repeats: int) -> None:
+    def __init__(self, rounds: int, seconds: float) -> None:
         self.rounds = rounds
-        self.repeats = repeats
+        self.seconds = seconds
 
     def race(self, contenders: Mapping[str, Contender]) -> dict[str, dict[str, float]]:
         """Median milliseconds of every phase of every contender, and of "total"."""
-        host = {name: self._warm_up(contender) for name, contender in contenders.items()}
+        costs = {name: self._warm_up(contender) for name, contender in contenders.items()}
         samples: dict[str, list[list[float]]] = {name: [] for name in contenders}
-        for turn in range(self.rounds):
+        for _ in range(self.rounds):
             for name, contender in contenders.items():
-                samples[name] += self._turn(contender, turn * (self.repeats + 1), host[name])
+                samples[name] += self._turn(contender, *costs[name])
         return {name: _medians(contender, samples[name]) for name, contender in contenders.items()}
 
-    def _warm_up(self, contender: Contender) -> float:
-        """Seconds that the host needs to enqueue one repetition."""
-        seconds = 0.0
+    def _warm_up(self, contender: Contender) -> tuple[float, float]:
+        """Seconds that the host needs to enqueue one repetition, and the device to run it."""
+        host, events = 0.0, []
         for repetition in range(3):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            for phase in contender.values():
-                phase(repetition)
-            seconds = time.perf_counter() - start
-        torch.cuda.synchronize()
-        return seconds
-
-    def _turn(self, contender: Contender, first: int, host_seconds: float) -> list[list[float]]:
-        torch.cuda.synchronize()
-        _sleep(min(1.5 * host_seconds * (self.repeats + 1), 0.2))
-        recorded = []
-        for repetition in range(self.repeats + 1):
             events = [_event()]
             for phase in contender.values():
-                phase(first + repetition)
+                phase(repetition)
+            events.append(_event())
+            host = time.perf_counter() - start
+        torch.cuda.synchronize()
+        return host, events[0].elapsed_time(events[1]) / 1000
+
+    def _turn(self, contender: Contender, host: float, device: float) -> list[list[float]]:
+        repetitions = max(_FEWEST, min(_MOST, round(self.seconds / device)))
+        torch.cuda.synchronize()
+        _sleep(min(1.5 * (max(host - device, 0) * repetitions + 2 * host), _LONGEST_SLEEP))
+        recorded = []
+        for repetition in range(repetitions):
+            events = [_event()]
+            for phase in contender.values():
+                phase(repetition)
                 events.append(_event())
             recorded.append(events)
         torch.cuda.synchronize()
         return [
             [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)] + [events[0].elapsed_time(events[-1])]
-            for events in recorded[1:]
+            for events in recorded[repetitions // 3 :]
         ]
 
 
@@ -271,8 +284,8 @@ def start(bench: str, description: str, *arguments: tuple[str, dict[str, Any]]) 
     default_out = Path(__file__).parent / "results" / f"{bench}.json"
     parser.add_argument("--out", type=Path, default=default_out, help="result file, a JSON list of rows")
     parser.add_argument("--models", default=",".join(MODELS), help="comma-separated, of 8b, 32b, 70b")
-    parser.add_argument("--rounds", type=int, default=8, help="turns of each contender")
-    parser.add_argument("--repeats", type=int, default=3, help="measured repetitions a turn")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
+    parser.add_argument("--seconds", type=float, default=0.1, help="length of a turn")
     parser.add_argument("--dry-run", action="store_true", help=argparse.SUPPRESS)
     for name, keywords in arguments:
         parser.add_argument(name, **keywords)
@@ -285,7 +298,7 @@ def start(bench: str, description: str, *arguments: tuple[str, dict[str, Any]]) 
         parser.error(f"--models {','.join(unknown)}: choose from {', '.join(MODELS)}")
     models = [MODELS[key] for key in options.models.split(",")]
     require_hopper()
-    clock = CudaClock(options.rounds, options.repeats)
+    clock = CudaClock(options.rounds, options.seconds)
     return Run(bench, options.out, models, torch.device("cuda"), clock, False, options)
 
 

@@ -43,6 +43,7 @@ class LinearCase:
         self.summed.weight = torch.nn.Parameter(self.weight.detach())
         accumulate_into_main_grad(self.summed)
         self.te = None if te is None else TeLinear(te, self.weight.detach())
+        self.te_bf16 = None if te is None else TeLinear(te, self.weight.detach(), fp8=False)
 
     def forward_backward(self, forward: Forward, before: Callable[[], None] | None = None) -> Contender:
         """Phases "forward" and "backward" over rotating inputs; `before` counts as part of the forward."""
@@ -69,6 +70,8 @@ class LinearCase:
         if self.te is not None:
             found["te_blockwise_strict"] = self.forward_backward(functools.partial(self.te, first=True))
             found["te_blockwise_cached"] = self.forward_backward(functools.partial(self.te, first=False))
+        if self.te_bf16 is not None:
+            found["te_bf16_main_grad"] = self.forward_backward(functools.partial(self.te_bf16, first=False))
         return found
 
     def jetrl(self, x: torch.Tensor) -> torch.Tensor:
@@ -143,27 +146,28 @@ class LinearCase:
         """Which gradients backward computes in the layers and in plain torch."""
         for part in self.x:
             part.requires_grad_(x)
-        te_weight = () if self.te is None else (self.te.linear.weight,)
+        te_weight = [te.linear.weight for te in (self.te, self.te_bf16) if te is not None]
         for parameter in (self.layer.weight, self.weight, self.summed.weight, *te_weight):
             parameter.requires_grad_(weight)
 
 
 class TeLinear:
-    """TransformerEngine's linear with Float8BlockScaling and fused accumulation into main_grad.
+    """TransformerEngine's linear with fused accumulation into main_grad.
 
     Args:
         te: the module `transformer_engine.pytorch`.
         weight_NK: BF16, copied.
+        fp8: Float8BlockScaling, or plain BF16.
 
     Raises:
         SystemExit: its result is nowhere near the product.
     """
 
-    def __init__(self, te: Any, weight_NK: torch.Tensor) -> None:
+    def __init__(self, te: Any, weight_NK: torch.Tensor, *, fp8: bool = True) -> None:
         from transformer_engine.common.recipe import Float8BlockScaling
 
         rows, columns = weight_NK.shape
-        self._te, self._recipe = te, Float8BlockScaling()
+        self._te, self._recipe, self._fp8 = te, Float8BlockScaling(), fp8
         self.linear = te.Linear(columns, rows, bias=False, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=True)
         with torch.no_grad():
             self.linear.weight.copy_(weight_NK)
@@ -174,7 +178,7 @@ class TeLinear:
 
     def __call__(self, x: torch.Tensor, *, first: bool) -> torch.Tensor:
         """`first`: quantise the weight and overwrite main_grad; else use the cached codes and accumulate."""
-        with self._te.autocast(enabled=True, recipe=self._recipe):
+        with self._te.autocast(enabled=self._fp8, recipe=self._recipe):
             y: torch.Tensor = self.linear(x, is_first_microbatch=first)
         return y
 
