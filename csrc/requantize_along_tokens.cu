@@ -10,45 +10,40 @@
 namespace jetrl {
 namespace {
 
-constexpr int kWide = 16;          // columns of a thread's part: one 16-byte load
-constexpr int kTileColumns = 256;  // 2 x 4 warps of 64 rows x 64 columns
-constexpr int kHalfRange = 15;     // a code is a multiple of 2^-9, half precision goes down to 2^-24
-constexpr int kCodeShift = 8;      // exponent bias of half precision minus that of a code
-constexpr int kNotFinite = 255;    // exponent bits of infinity and NaN
+constexpr int kCodeWords = kOwned / 4;  // words that hold the codes of a row of a thread's part
+constexpr int kHalfRange = 15;          // a code is a multiple of 2^-9, half precision goes down to 2^-24
+constexpr int kCodeShift = 8;           // exponent bias of half precision minus that of a code
+constexpr int kNotFinite = 255;         // exponent bits of infinity and NaN
 
 struct Scratch {
-    uint32_t column_amax[2][kTileColumns];  // float32 bits, or half bits in the fast path
-    alignas(16) float column_factor[kTileColumns];
-    alignas(16) __half column_ratio[kTileColumns];
-    int exponent[2][2];  // by warp row and group of columns
+    uint32_t column_amax[2][kBlock];  // float32 bits, or half bits in the fast path
+    alignas(16) float column_factor[kBlock];
+    alignas(16) __half column_ratio[kBlock];
+    int exponent[2];  // by warp row
 };
 
-struct WidePart {
-    uint32_t word[kOwned][4];
+struct CodePart {
+    uint32_t word[kOwned][kCodeWords];
     float row_scale[kOwned];
 };
 
-struct WidePlace : Place {
-    int tile_column, first_row, first_column;
+struct CodePlace : Place {
+    int first_row, first_column;
 
-    __device__ WidePlace() {
-        tile_column = warp_column * 64 + lane_column * kWide;
-        first_row = blockIdx.y * kBlock + row;
-        first_column = blockIdx.x * kTileColumns + tile_column;
-    }
+    __device__ CodePlace() : first_row(blockIdx.y * kBlock + row), first_column(blockIdx.x * kBlock + column) {}
 };
 
 template <bool kVector>
-__device__ inline uint4 load16(const uint8_t* source, int left) {
+__device__ inline uint2 load8_codes(const uint8_t* source, int left) {
     if constexpr (kVector) {
-        return left > 0 ? __ldg(reinterpret_cast<const uint4*>(source)) : make_uint4(0, 0, 0, 0);
+        return left > 0 ? __ldg(reinterpret_cast<const uint2*>(source)) : make_uint2(0, 0);
     } else {
-        uint32_t word[4] = {};
+        uint32_t word[kCodeWords] = {};
 #pragma unroll
-        for (int i = 0; i < 16; ++i)
+        for (int i = 0; i < kOwned; ++i)
             if (i < left)
                 word[i / 4] |= uint32_t(source[i]) << 8 * (i % 4);
-        return make_uint4(word[0], word[1], word[2], word[3]);
+        return make_uint2(word[0], word[1]);
     }
 }
 
@@ -95,7 +90,7 @@ __device__ inline __half2 power_of_two(int exponent) {
     return __half2half2(__ushort_as_half(bits));
 }
 
-__device__ inline void store_columns(const WidePlace& place, int word, const uint32_t (&transposed)[4][2], int c,
+__device__ inline void store_columns(const CodePlace& place, int word, const uint32_t (&transposed)[4][2], int c,
                                      const Codes& columns) {
     const int64_t padded_rows = int64_t(gridDim.y) * kBlock;
 #pragma unroll
@@ -106,10 +101,9 @@ __device__ inline void store_columns(const WidePlace& place, int word, const uin
     }
 }
 
-// Whether half precision holds every product exactly; if not, nothing has been written.
-__device__ inline bool requantize_in_half(const WidePart& part, const WidePlace& place, int c, const Codes& columns,
+// Whether half precision holds every product exactly; if not, no code has been written.
+__device__ inline bool requantize_in_half(const CodePart& part, const CodePlace& place, int c, const Codes& columns,
                                           const ScaleRule& rule, Scratch& scratch) {
-    const int group = place.warp_column / 2;
     int exponent[kOwned], top = 0;
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) {
@@ -117,23 +111,23 @@ __device__ inline bool requantize_in_half(const WidePart& part, const WidePlace&
         top = max(top, exponent[i]);
     }
     top = __reduce_max_sync(0xffffffffu, top);
-    // Both warps of a group see the same rows.
-    if (threadIdx.x % 32 == 0 && place.warp_column % 2 == 0)
-        scratch.exponent[place.warp_row][group] = top;
+    // All warps of a row see the same rows.
+    if (threadIdx.x % 32 == 0 && place.warp_column == 0)
+        scratch.exponent[place.warp_row] = top;
     __syncthreads();
-    top = max(scratch.exponent[0][group], scratch.exponent[1][group]);
+    top = max(scratch.exponent[0], scratch.exponent[1]);
     bool exact = top != kNotFinite;
     __half2 row_ratio[kOwned];
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) {
         const uint32_t* word = part.word[i];
-        const bool zero = ((word[0] | word[1] | word[2] | word[3]) & 0x7f7f7f7fu) == 0;
-        const bool nan = holds_nan(word[0]) || holds_nan(word[1]) || holds_nan(word[2]) || holds_nan(word[3]);
+        const bool zero = ((word[0] | word[1]) & 0x7f7f7f7fu) == 0;
+        const bool nan = holds_nan(word[0]) || holds_nan(word[1]);
         exact = exact && !nan && (zero || top - exponent[i] <= kHalfRange);
         row_ratio[i] = power_of_two(max(exponent[i] - top, -kHalfRange) + kCodeShift);
     }
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
+    for (int w = 0; w < kCodeWords; ++w) {
         // Columns 0 and 2 of the word, then 1 and 3.
         __half2 largest[2] = {__half2half2(__ushort_as_half(0)), __half2half2(__ushort_as_half(0))};
 #pragma unroll
@@ -150,30 +144,32 @@ __device__ inline bool requantize_in_half(const WidePart& part, const WidePlace&
             for (int distance = 4; distance < 32; distance *= 2)
                 amax = __vmaxu2(amax, __shfl_xor_sync(0xffffffffu, amax, distance));
             if (place.lane_row == 0) {
-                scratch.column_amax[place.warp_row][place.tile_column + 4 * w + h] = amax & 0xffff;
-                scratch.column_amax[place.warp_row][place.tile_column + 4 * w + h + 2] = amax >> 16;
+                scratch.column_amax[place.warp_row][place.column + 4 * w + h] = amax & 0xffff;
+                scratch.column_amax[place.warp_row][place.column + 4 * w + h + 2] = amax >> 16;
             }
         }
     }
     __syncthreads();
-    const int t = threadIdx.x, column = blockIdx.x * kTileColumns + t;
-    const int of_column = max(scratch.exponent[0][t / kBlock], scratch.exponent[1][t / kBlock]);
-    const uint32_t bits = max(scratch.column_amax[0][t], scratch.column_amax[1][t]);
-    // top may be the exponent of a subnormal scale, 0, where every code is 0.
-    const float unit = __int_as_float(of_column << 23);
-    const float scale = scale_of(__fmul_rn(__half2float(__ushort_as_half(bits)), unit), rule, true);
-    const int distance = of_column - (__float_as_int(scale) >> 23 & kNotFinite);
-    exact = exact && (bits == 0 || (distance >= 0 && distance <= kHalfRange));
-    // In the order of the words' halves: columns 0, 2, 1, 3.
-    const int slot = (t & ~3) | (t & 1) << 1 | (t & 2) >> 1;
-    scratch.column_ratio[slot] = __low2half(power_of_two(bits == 0 ? 0 : min(max(distance, 0), kHalfRange)));
+    if (threadIdx.x < kBlock) {
+        const int t = threadIdx.x, column = blockIdx.x * kBlock + t;
+        const uint32_t bits = max(scratch.column_amax[0][t], scratch.column_amax[1][t]);
+        // top may be the exponent of a subnormal scale, 0, where every code is 0.
+        const float unit = __int_as_float(top << 23);
+        const float scale = scale_of(__fmul_rn(__half2float(__ushort_as_half(bits)), unit), rule, true);
+        const int distance = top - (__float_as_int(scale) >> 23 & kNotFinite);
+        exact = exact && (bits == 0 || (distance >= 0 && distance <= kHalfRange));
+        // In the order of the words' halves: columns 0, 2, 1, 3.
+        const int slot = (t & ~3) | (t & 1) << 1 | (t & 2) >> 1;
+        scratch.column_ratio[slot] = __low2half(power_of_two(bits == 0 ? 0 : min(max(distance, 0), kHalfRange)));
+        // Written again if this way turns out not to be exact.
+        if (column < c)
+            columns.scale[blockIdx.y * columns.scale_stride + column] = scale;
+    }
     if (!__syncthreads_and(exact))
         return false;
-    if (column < c)
-        columns.scale[blockIdx.y * columns.scale_stride + column] = scale;
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-        const auto* ratio = reinterpret_cast<const __half2*>(&scratch.column_ratio[place.tile_column + 4 * w]);
+    for (int w = 0; w < kCodeWords; ++w) {
+        const auto* ratio = reinterpret_cast<const __half2*>(&scratch.column_ratio[place.column + 4 * w]);
         uint32_t code[kOwned], transposed[4][2];
 #pragma unroll
         for (int i = 0; i < kOwned; ++i) {
@@ -203,10 +199,10 @@ __device__ inline bool requantize_in_half(const WidePart& part, const WidePlace&
 }
 
 template <bool kPowerOfTwo>
-__device__ inline void requantize_in_float(const WidePart& part, const WidePlace& place, int c, const Codes& columns,
+__device__ inline void requantize_in_float(const CodePart& part, const CodePlace& place, int c, const Codes& columns,
                                            const ScaleRule& rule, Scratch& scratch) {
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
+    for (int w = 0; w < kCodeWords; ++w) {
         float largest[4] = {};
 #pragma unroll
         for (int i = 0; i < kOwned; ++i) {
@@ -224,20 +220,22 @@ __device__ inline void requantize_in_float(const WidePart& part, const WidePlace
             for (int distance = 4; distance < 32; distance *= 2)
                 amax = max(amax, __shfl_xor_sync(0xffffffffu, amax, distance));
             if (place.lane_row == 0)
-                scratch.column_amax[place.warp_row][place.tile_column + 4 * w + j] = amax;
+                scratch.column_amax[place.warp_row][place.column + 4 * w + j] = amax;
         }
     }
     __syncthreads();
-    const int t = threadIdx.x, column = blockIdx.x * kTileColumns + t;
-    const uint32_t bits = max(scratch.column_amax[0][t], scratch.column_amax[1][t]);
-    const float scale = scale_of(__uint_as_float(bits), rule, kPowerOfTwo);
-    scratch.column_factor[t] = factor_of(scale, kPowerOfTwo);
-    if (column < c)
-        columns.scale[blockIdx.y * columns.scale_stride + column] = scale;
+    if (threadIdx.x < kBlock) {
+        const int t = threadIdx.x, column = blockIdx.x * kBlock + t;
+        const uint32_t bits = max(scratch.column_amax[0][t], scratch.column_amax[1][t]);
+        const float scale = scale_of(__uint_as_float(bits), rule, kPowerOfTwo);
+        scratch.column_factor[t] = factor_of(scale, kPowerOfTwo);
+        if (column < c)
+            columns.scale[blockIdx.y * columns.scale_stride + column] = scale;
+    }
     __syncthreads();
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-        const float* factor = &scratch.column_factor[place.tile_column + 4 * w];
+    for (int w = 0; w < kCodeWords; ++w) {
+        const float* factor = &scratch.column_factor[place.column + 4 * w];
         uint32_t transposed[4][2] = {};
 #pragma unroll
         for (int i = 0; i < kOwned; i += 2) {
@@ -255,19 +253,19 @@ __device__ inline void requantize_in_float(const WidePart& part, const WidePlace
 }
 
 template <bool kPowerOfTwo, bool kVector>
-__global__ __launch_bounds__(kThreads, 3) void requantize_kernel(const uint8_t* codes, const float* scale,
+__global__ __launch_bounds__(kThreads, 4) void requantize_kernel(const uint8_t* codes, const float* scale,
                                                                  int64_t scale_stride_m, int64_t scale_stride_c, int m,
                                                                  int c, Codes columns, ScaleRule rule) {
     __shared__ Scratch scratch;
-    const WidePlace place;
-    WidePart part;
+    const CodePlace place;
+    CodePart part;
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) {
         const int row = place.first_row + i;
         const bool in = row < m && place.first_column < c;
-        const uint4 loaded =
-            load16<kVector>(codes + int64_t(row) * c + place.first_column, in ? c - place.first_column : 0);
-        part.word[i][0] = loaded.x, part.word[i][1] = loaded.y, part.word[i][2] = loaded.z, part.word[i][3] = loaded.w;
+        const uint2 loaded =
+            load8_codes<kVector>(codes + int64_t(row) * c + place.first_column, in ? c - place.first_column : 0);
+        part.word[i][0] = loaded.x, part.word[i][1] = loaded.y;
         part.row_scale[i] = in ? scale[row * scale_stride_m + place.first_column / kBlock * scale_stride_c] : 0.f;
     }
     if constexpr (kPowerOfTwo)
@@ -280,7 +278,7 @@ __global__ __launch_bounds__(kThreads, 3) void requantize_kernel(const uint8_t* 
 
 void requantize_along_tokens(const uint8_t* codes, const float* scale, int64_t scale_stride_m, int64_t scale_stride_c,
                              int m, int c, Codes columns, ScaleRule rule, bool vectorized, cudaStream_t stream) {
-    const dim3 grid((c + kTileColumns - 1) / kTileColumns, tiles(m));
+    const dim3 grid(tiles(c), tiles(m));
     dispatch(rule.power_of_two, vectorized, [&](auto power_of_two, auto vector) {
         requantize_kernel<decltype(power_of_two)::value, decltype(vector)::value>
             <<<grid, kThreads, 0, stream>>>(codes, scale, scale_stride_m, scale_stride_c, m, c, columns, rule);

@@ -49,19 +49,21 @@ struct Row {
     }
 };
 
-// The sum over the block, the same in every thread: lanes first, then warps in order. `of_warps` must not be read any
-// more by an earlier call: callers alternate between two.
+// The sum over the block, the same in every thread: lanes first, then warps, each as a tree. `of_warps` must not be
+// read any more by an earlier call: callers alternate between two.
 __device__ inline float block_sum(float value, float* of_warps) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2)
         value = __fadd_rn(value, __shfl_xor_sync(0xffffffffu, value, distance));
-    if (threadIdx.x % 32 == 0)
+    if (lane == 0)
         of_warps[threadIdx.x / 32] = value;
     __syncthreads();
-    float sum = of_warps[0];
-    for (int warp = 1; warp < blockDim.x / 32; ++warp)
-        sum = __fadd_rn(sum, of_warps[warp]);
-    return sum;
+    value = lane < blockDim.x / 32 ? of_warps[lane] : 0.f;
+#pragma unroll
+    for (int distance = kMostWarps / 2; distance > 0; distance /= 2)
+        value = __fadd_rn(value, __shfl_xor_sync(0xffffffffu, value, distance));
+    return value;
 }
 
 // Codes of one normed row. All threads call it.
@@ -100,49 +102,56 @@ __global__ __launch_bounds__(kMostThreads) void forward_kernel(const uint16_t* x
                                                                uint16_t* y, Codes codes, float* rstd, uint16_t* sums,
                                                                ScaleRule rule) {
     __shared__ float of_warps[2][kMostWarps];
-    Row<kVectors> gain, next, next_added;
+    Row<kVectors> next, next_added;
     next.load(x + int64_t(blockIdx.x) * k, k);
     if constexpr (kResidual)
         next_added.load(residual + int64_t(blockIdx.x) * k, k);
-    gain.load(weight, k);
+    Vector gain[kVectors];
+    {
+        Row<kVectors> raw;
+        raw.load(weight, k);
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v)
+            gain[v] = Vector::of(raw.raw[v]);
+    }
     int buffer = 0;
     for (int64_t row = blockIdx.x; row < m; row += gridDim.x, buffer ^= 1) {
-        Row<kVectors> current = next, added = next_added;
+        Row<kVectors> current = next;
+        const Row<kVectors> added = next_added;
         if (row + gridDim.x < m) {
             next.load(x + (row + gridDim.x) * k, k);
             if constexpr (kResidual)
                 next_added.load(residual + (row + gridDim.x) * k, k);
         }
+        Vector value[kVectors];
         float squares = 0.f;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-            Vector value = Vector::of(current.raw[v]);
+            value[v] = Vector::of(current.raw[v]);
             if constexpr (kResidual) {
                 const Vector other = Vector::of(added.raw[v]);
 #pragma unroll
                 for (int i = 0; i < kVector; ++i)
-                    value.x[i] = __fadd_rn(value.x[i], other.x[i]);
-                current.raw[v] = value.rounded();
-                value = Vector::of(current.raw[v]);
+                    value[v].x[i] = __fadd_rn(value[v].x[i], other.x[i]);
+                current.raw[v] = value[v].rounded();
+                value[v] = Vector::of(current.raw[v]);
             }
 #pragma unroll
             for (int i = 0; i < kVector; ++i)
-                squares = __fadd_rn(squares, __fmul_rn(value.x[i], value.x[i]));
+                squares = __fmaf_rn(value[v].x[i], value[v].x[i], squares);
         }
         if constexpr (kResidual)
             current.store(sums + row * k, k);
         const float mean = __fdiv_rn(block_sum(squares, of_warps[buffer]), float(k));
-        const float inverse = __frcp_rn(__fsqrt_rn(__fadd_rn(mean, eps)));
+        const float inverse = rsqrtf(__fadd_rn(mean, eps));
         if (threadIdx.x == 0)
             rstd[row] = inverse;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-            Vector value = Vector::of(current.raw[v]);
-            const Vector of_column = Vector::of(gain.raw[v]);
 #pragma unroll
             for (int i = 0; i < kVector; ++i)
-                value.x[i] = __fmul_rn(__fmul_rn(value.x[i], inverse), of_column.x[i]);
-            current.raw[v] = value.rounded();
+                value[v].x[i] = __fmul_rn(__fmul_rn(value[v].x[i], inverse), gain[v].x[i]);
+            current.raw[v] = value[v].rounded();
         }
         if constexpr (kQuantize)
             store_codes<kPowerOfTwo>(current, row, k, codes, rule);

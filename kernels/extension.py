@@ -165,7 +165,7 @@ def _norm_outputs(x_MK: torch.Tensor, residual: torch.Tensor | None) -> tuple[to
 
 
 def rms_norm_backward(
-    dy_MK: torch.Tensor, x_MK: torch.Tensor, weight_K: torch.Tensor, rstd_M: torch.Tensor, *, programs: int = 528
+    dy_MK: torch.Tensor, x_MK: torch.Tensor, weight_K: torch.Tensor, rstd_M: torch.Tensor, *, programs: int = 264
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of `rms_norm`: of x, BF16 [M, K], and of the weight, float32 [K]. Repeats give the same bytes.
 
