@@ -28,9 +28,12 @@ struct CodePart {
 };
 
 struct CodePlace : Place {
+    Tile tile;
     int first_row, first_column;
 
-    __device__ CodePlace() : first_row(blockIdx.y * kBlock + row), first_column(blockIdx.x * kBlock + column) {}
+    __device__ CodePlace(int m, int c) : tile((m + kBlock - 1) / kBlock, (c + kBlock - 1) / kBlock) {
+        first_row = tile.row * kBlock + row, first_column = tile.column * kBlock + column;
+    }
 };
 
 template <bool kVector>
@@ -92,7 +95,7 @@ __device__ inline __half2 power_of_two(int exponent) {
 
 __device__ inline void store_columns(const CodePlace& place, int word, const uint32_t (&transposed)[4][2], int c,
                                      const Codes& columns) {
-    const int64_t padded_rows = int64_t(gridDim.y) * kBlock;
+    const int64_t padded_rows = place.tile.padded_rows;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
         const int column = place.first_column + 4 * word + j;
@@ -151,7 +154,7 @@ __device__ inline bool requantize_in_half(const CodePart& part, const CodePlace&
     }
     __syncthreads();
     if (threadIdx.x < kBlock) {
-        const int t = threadIdx.x, column = blockIdx.x * kBlock + t;
+        const int t = threadIdx.x, column = place.tile.column * kBlock + t;
         const uint32_t bits = max(scratch.column_amax[0][t], scratch.column_amax[1][t]);
         // top may be the exponent of a subnormal scale, 0, where every code is 0.
         const float unit = __int_as_float(top << 23);
@@ -163,7 +166,7 @@ __device__ inline bool requantize_in_half(const CodePart& part, const CodePlace&
         scratch.column_ratio[slot] = __low2half(power_of_two(bits == 0 ? 0 : min(max(distance, 0), kHalfRange)));
         // Written again if this way turns out not to be exact.
         if (column < c)
-            columns.scale[blockIdx.y * columns.scale_stride + column] = scale;
+            columns.scale[place.tile.row * columns.scale_stride + column] = scale;
     }
     if (!__syncthreads_and(exact))
         return false;
@@ -225,12 +228,12 @@ __device__ inline void requantize_in_float(const CodePart& part, const CodePlace
     }
     __syncthreads();
     if (threadIdx.x < kBlock) {
-        const int t = threadIdx.x, column = blockIdx.x * kBlock + t;
+        const int t = threadIdx.x, column = place.tile.column * kBlock + t;
         const uint32_t bits = max(scratch.column_amax[0][t], scratch.column_amax[1][t]);
         const float scale = scale_of(__uint_as_float(bits), rule, kPowerOfTwo);
         scratch.column_factor[t] = factor_of(scale, kPowerOfTwo);
         if (column < c)
-            columns.scale[blockIdx.y * columns.scale_stride + column] = scale;
+            columns.scale[place.tile.row * columns.scale_stride + column] = scale;
     }
     __syncthreads();
 #pragma unroll
@@ -257,7 +260,7 @@ __global__ __launch_bounds__(kThreads, 4) void requantize_kernel(const uint8_t* 
                                                                  int64_t scale_stride_m, int64_t scale_stride_c, int m,
                                                                  int c, Codes columns, ScaleRule rule) {
     __shared__ Scratch scratch;
-    const CodePlace place;
+    const CodePlace place(m, c);
     CodePart part;
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) {
@@ -278,7 +281,7 @@ __global__ __launch_bounds__(kThreads, 4) void requantize_kernel(const uint8_t* 
 
 void requantize_along_tokens(const uint8_t* codes, const float* scale, int64_t scale_stride_m, int64_t scale_stride_c,
                              int m, int c, Codes columns, ScaleRule rule, bool vectorized, cudaStream_t stream) {
-    const dim3 grid(tiles(c), tiles(m));
+    const int grid = tiles(c) * tiles(m);
     dispatch(rule.power_of_two, vectorized, [&](auto power_of_two, auto vector) {
         requantize_kernel<decltype(power_of_two)::value, decltype(vector)::value>
             <<<grid, kThreads, 0, stream>>>(codes, scale, scale_stride_m, scale_stride_c, m, c, columns, rule);

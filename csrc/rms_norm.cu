@@ -59,7 +59,7 @@ __device__ inline float block_sum(float value, float* of_warps) {
     if (lane == 0)
         of_warps[threadIdx.x / 32] = value;
     __syncthreads();
-    value = lane < blockDim.x / 32 ? of_warps[lane] : 0.f;
+    value = lane % kMostWarps < blockDim.x / 32 ? of_warps[lane % kMostWarps] : 0.f;
 #pragma unroll
     for (int distance = kMostWarps / 2; distance > 0; distance /= 2)
         value = __fadd_rn(value, __shfl_xor_sync(0xffffffffu, value, distance));
@@ -94,35 +94,37 @@ __device__ inline void store_codes(const Row<kVectors>& normed, int64_t row, int
     }
 }
 
-// A block takes every gridDim.x-th row, and loads the next one while it reduces: a row alone is too little to keep the
-// memory busy during the reduction.
+// A block takes every gridDim.x-th row, and loads the next ones while it reduces: one row alone is too little to keep
+// the memory busy.
 template <bool kQuantize, bool kResidual, bool kPowerOfTwo, int kVectors>
 __global__ __launch_bounds__(kMostThreads) void forward_kernel(const uint16_t* x, const uint16_t* residual,
                                                                const uint16_t* weight, int m, int k, float eps,
                                                                uint16_t* y, Codes codes, float* rstd, uint16_t* sums,
                                                                ScaleRule rule) {
     __shared__ float of_warps[2][kMostWarps];
-    Row<kVectors> next, next_added;
-    next.load(x + int64_t(blockIdx.x) * k, k);
-    if constexpr (kResidual)
-        next_added.load(residual + int64_t(blockIdx.x) * k, k);
-    Vector gain[kVectors];
-    {
-        Row<kVectors> raw;
-        raw.load(weight, k);
+    constexpr int kAhead = kResidual ? 1 : 2;
+    Row<kVectors> ahead[kAhead], ahead_added[kAhead], gain;
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v)
-            gain[v] = Vector::of(raw.raw[v]);
+    for (int i = 0; i < kAhead; ++i) {
+        const int64_t row = blockIdx.x + int64_t(i) * gridDim.x;
+        if (row < m)
+            ahead[i].load(x + row * k, k);
+        if (kResidual && row < m)
+            ahead_added[i].load(residual + row * k, k);
     }
+    gain.load(weight, k);
     int buffer = 0;
     for (int64_t row = blockIdx.x; row < m; row += gridDim.x, buffer ^= 1) {
-        Row<kVectors> current = next;
-        const Row<kVectors> added = next_added;
-        if (row + gridDim.x < m) {
-            next.load(x + (row + gridDim.x) * k, k);
-            if constexpr (kResidual)
-                next_added.load(residual + (row + gridDim.x) * k, k);
-        }
+        Row<kVectors> current = ahead[0];
+        const Row<kVectors> added = ahead_added[0];
+#pragma unroll
+        for (int i = 0; i + 1 < kAhead; ++i)
+            ahead[i] = ahead[i + 1], ahead_added[i] = ahead_added[i + 1];
+        const int64_t later = row + int64_t(kAhead) * gridDim.x;
+        if (later < m)
+            ahead[kAhead - 1].load(x + later * k, k);
+        if (kResidual && later < m)
+            ahead_added[kAhead - 1].load(residual + later * k, k);
         Vector value[kVectors];
         float squares = 0.f;
 #pragma unroll
@@ -148,9 +150,10 @@ __global__ __launch_bounds__(kMostThreads) void forward_kernel(const uint16_t* x
             rstd[row] = inverse;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
+            const Vector of_column = Vector::of(gain.raw[v]);
 #pragma unroll
             for (int i = 0; i < kVector; ++i)
-                value[v].x[i] = __fmul_rn(__fmul_rn(value[v].x[i], inverse), gain[v].x[i]);
+                value[v].x[i] = __fmul_rn(__fmul_rn(value[v].x[i], inverse), of_column.x[i]);
             current.raw[v] = value[v].rounded();
         }
         if constexpr (kQuantize)

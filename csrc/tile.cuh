@@ -30,6 +30,22 @@ struct Place {
     }
 };
 
+constexpr int kTilesDown = 16;
+
+// Which tile a block of a one-dimensional grid works on. Blocks that run together cover a piece of the matrix that is
+// many tiles high and wide: rows of the result and of its transpose then fill whole memory pages.
+struct Tile {
+    int row, column;      // of the tile, in tiles
+    int64_t padded_rows;  // rows of the matrix rounded up to whole tiles
+
+    __device__ Tile(int down, int across) : padded_rows(int64_t(down) * kBlock) {
+        const int band = blockIdx.x / (kTilesDown * across), first = band * kTilesDown;
+        const int height = min(kTilesDown, down - first), within = blockIdx.x - first * across;
+        row = first + within % height;
+        column = within / height;
+    }
+};
+
 // The owned 8 x 8 BF16, two columns a word.
 struct Part {
     uint32_t word[kOwned][kWords];
@@ -59,9 +75,11 @@ __device__ inline float high_bf16(uint32_t word) {
     return __uint_as_float(word & 0xffff0000u);
 }
 
+// Two BF16 in a word, the first in the low half, from one instruction.
 __device__ inline uint32_t bf16_pair(float low, float high) {
-    const __nv_bfloat162 pair(__float2bfloat16_rn(low), __float2bfloat16_rn(high));
-    return *reinterpret_cast<const uint32_t*>(&pair);
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
 }
 
 // Two codes, the first in the low byte. NaN stays NaN, larger values saturate.

@@ -11,16 +11,20 @@ _TMA_FLOATS = 4
 """float32 values in 16 bytes: TMA wants every column of scales to start at a multiple of that."""
 
 
+FEWEST_ROWS = 8
+"""Rows that are allocated at least: DeepGEMM is slower for fewer, and computes the same rows."""
+
+
 def empty_codes(rows: int, columns: int, recipe: Fp8BlockRecipe, device: torch.device) -> BlockScaledTensor:
     """Uninitialised codes [rows, columns] in groups along columns; scales with their rows next to each other."""
-    stride = max(ceil_div(rows, _TMA_FLOATS) * _TMA_FLOATS, 1)
+    held = max(rows, FEWEST_ROWS)
+    stride = ceil_div(held, _TMA_FLOATS) * _TMA_FLOATS
     groups = ceil_div(columns, recipe.block)
-    return BlockScaledTensor(
-        torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=device),
-        torch.empty_strided((rows, groups), (1, stride), dtype=torch.float32, device=device),
-        recipe.activation_block,
-        recipe,
-    )
+    codes = torch.empty(held, columns, dtype=torch.float8_e4m3fn, device=device)
+    scale = torch.empty_strided((held, groups), (1, stride), dtype=torch.float32, device=device)
+    if held > rows:
+        codes, scale = codes[:rows], scale[:rows]
+    return BlockScaledTensor(codes, scale, recipe.activation_block, recipe)
 
 
 def empty_along_tokens(tokens: int, features: int, recipe: Fp8BlockRecipe, device: torch.device) -> BlockScaledTensor:

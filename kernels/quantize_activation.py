@@ -39,11 +39,14 @@ def _kernel(
     ELEMENT_MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * GROUPS * BLOCK + tl.arange(0, GROUPS * BLOCK)
+    # Programs next to each other work on the same rows, which keeps memory pages open.
+    parts = tl.cdiv(K, GROUPS * BLOCK)
+    part = tl.program_id(0) % parts
+    rows = (tl.program_id(0) // parts).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = part * GROUPS * BLOCK + tl.arange(0, GROUPS * BLOCK)
     inside = (rows < M)[:, None] & (columns < K)[None, :]
     value = tl.load(x + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    groups = part * GROUPS + tl.arange(0, GROUPS)
     held = (rows < M)[:, None] & (groups * BLOCK < K)[None, :]
     if HAS_AMAX:
         amax = tl.load(amaxes + rows[:, None] * amax_stride_m + groups[None, :] * amax_stride_k, mask=held, other=1.0)
@@ -86,7 +89,7 @@ def quantize_activation(
     if tokens < rows:
         # Decoding: more programs, each with less to do.
         rows, groups = triton.next_power_of_2(tokens), 1
-    grid = (triton.cdiv(tokens, rows), triton.cdiv(features, groups * recipe.block))
+    grid = (triton.cdiv(tokens, rows) * triton.cdiv(features, groups * recipe.block),)
     strides = (0, 0) if amax is None else amax.stride()
     _kernel[grid](
         x_MK,

@@ -18,6 +18,8 @@ _BLOCK = 128
 _ALIGNMENT = 16
 """Bytes: what TMA asks of a row's length."""
 
+_FEWEST_ROWS = 8
+
 HOPPER = (9, 0)
 
 
@@ -95,15 +97,33 @@ class DeepGemm:
         return check_alignment(operand.t())
 
     def nt(self, a: BlockScaledTensor, b: BlockScaledTensor) -> torch.Tensor:
-        y_MN = a.data.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)
+        rows = a.shape[0]
+        codes, scale = _at_least_rows(a, _FEWEST_ROWS)
+        y_MN = codes.new_empty(codes.shape[0], b.shape[0], dtype=torch.bfloat16)
         # Scales are float32 on Hopper, whatever their values: nothing is cast.
-        _module().fp8_gemm_nt((a.data, a.scale), (b.data, b.scale), y_MN, disable_ue8m0_cast=True)
-        return y_MN
+        _module().fp8_gemm_nt((codes, scale), (b.data, b.scale), y_MN, disable_ue8m0_cast=True)
+        return y_MN[:rows]
 
     def accumulate_nt(self, a: BlockScaledTensor, b: BlockScaledTensor, out_NK: torch.Tensor) -> None:
         _module().fp8_gemm_nt(
             (a.data, a.scale), (b.data, b.scale), out_NK, c=out_NK, recipe=(1, 1, _BLOCK), disable_ue8m0_cast=True
         )
+
+
+def _at_least_rows(a: BlockScaledTensor, fewest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales with further rows of arbitrary content, where the quantiser left room for them.
+
+    DeepGEMM takes a slower tile for fewer rows. Its rows do not depend on each other, so the result is the same.
+    """
+    rows, columns = a.shape
+    stride = a.scale.stride(1)
+    roomy = a.data.untyped_storage().nbytes() >= fewest * columns and stride == fewest
+    if not 0 < rows < fewest or not roomy or a.data.storage_offset() or a.scale.storage_offset():
+        return a.data, a.scale
+    return (
+        a.data.as_strided((fewest, columns), (columns, 1)),
+        a.scale.as_strided((fewest, a.scale.shape[1]), (1, stride)),
+    )
 
 
 def _module() -> ModuleType:
