@@ -103,6 +103,27 @@ void requantize_along_tokens(const Tensor& codes, const Tensor& scale, const Ten
     C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+void swiglu(const Tensor& y, const std::optional<Tensor>& h, const std::optional<Tensor>& codes,
+            const std::optional<Tensor>& scale, const Recipe& recipe) {
+    check_matrix(y, "y", torch::kBFloat16);
+    const auto rule = rule_of(recipe);
+    const int64_t m = y.size(0), f = y.size(1) / 2;
+    TORCH_CHECK_VALUE(y.size(1) % (2 * jetrl::kBlock) == 0 && y.is_contiguous() && aligned(y.data_ptr()), "y is ",
+                      y.sizes(), ": expected contiguous and aligned [M, 2 F], F a multiple of ", jetrl::kBlock);
+    TORCH_CHECK_VALUE(h.has_value() != codes.has_value(), "swiglu writes either h or its codes");
+    const auto out = codes_of(codes, scale, "codes", m, f);
+    if (h) {
+        check_matrix(*h, "h", torch::kBFloat16);
+        TORCH_CHECK_VALUE(h->size(0) == m && h->size(1) == f && h->is_contiguous() && aligned(h->data_ptr()), "h is ",
+                          h->sizes(), ": expected contiguous and aligned [", m, ", ", f, "]");
+    }
+    if (m == 0 || f == 0)
+        return;
+    const c10::cuda::CUDAGuard guard(y.device());
+    jetrl::swiglu(y.data_ptr(), m, f, h ? h->data_ptr() : nullptr, out, rule, c10::cuda::getCurrentCUDAStream());
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
 void swiglu_backward(const Tensor& dh, const Tensor& y, const std::optional<Tensor>& dy,
                      const std::optional<Tensor>& rows, const std::optional<Tensor>& rows_scale,
                      const std::optional<Tensor>& columns, const std::optional<Tensor>& columns_scale,
@@ -267,6 +288,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.attr("MOST_FEATURES") = jetrl::kMostFeatures;
     m.def("quantize_both", &quantize_both);
     m.def("requantize_along_tokens", &requantize_along_tokens);
+    m.def("swiglu", &swiglu);
     m.def("swiglu_backward", &swiglu_backward);
     m.def("rms_norm", &rms_norm);
     m.def("rms_norm_backward", &rms_norm_backward);

@@ -32,6 +32,10 @@ void quantize_both(const void* x, int64_t stride, int m, int c, Codes rows, Code
 void requantize_along_tokens(const uint8_t* codes, const float* scale, int64_t scale_stride_m, int64_t scale_stride_c,
                              int m, int c, Codes columns, ScaleRule rule, bool vectorized, cudaStream_t stream);
 
+// y: BF16 [m, 2 f], gate then up. Writes BF16 h [m, f], or its codes where codes.data is given. f is a multiple of the
+// block.
+void swiglu(const void* y, int m, int f, void* h, Codes codes, ScaleRule rule, cudaStream_t stream);
+
 // dh: BF16 [m, f]; y: BF16 [m, 2 f], gate then up. Writes BF16 dy [m, 2 f], or, where rows.data is given, its codes in
 // both orientations; then f is a multiple of the block.
 void swiglu_backward(const void* dh, const void* y, int m, int f, void* dy, Codes rows, Codes columns, ScaleRule rule,

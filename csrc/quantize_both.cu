@@ -10,11 +10,10 @@ __global__ __launch_bounds__(kThreads, 3) void quantize_both_kernel(const uint16
                                                                     Codes rows, Codes columns, ScaleRule rule) {
     __shared__ TileScratch scratch;
     const Place place;
-    const Tile tile((m + kBlock - 1) / kBlock, (c + kBlock - 1) / kBlock);
-    const int row = tile.row * kBlock, column = tile.column * kBlock;
+    const int row = blockIdx.y * kBlock, column = blockIdx.x * kBlock;
     Part part;
     load_part<kVector>(part, x + int64_t(row) * stride + column, stride, m - row, c - column, place);
-    const TileTarget at{row, column, m, c, tile.padded_rows};
+    const TileTarget at{row, column, m, c, int64_t(gridDim.y) * kBlock};
     quantize_tile<kRows, kColumns, kPowerOfTwo, kVector>(part, place, at, rows, columns, rule, scratch);
 }
 
@@ -22,7 +21,7 @@ __global__ __launch_bounds__(kThreads, 3) void quantize_both_kernel(const uint16
 
 void quantize_both(const void* x, int64_t stride, int m, int c, Codes rows, Codes columns, ScaleRule rule,
                    bool vectorized, cudaStream_t stream) {
-    const int grid = tiles(c) * tiles(m);
+    const dim3 grid(tiles(c), tiles(m));
     const auto* source = static_cast<const uint16_t*>(x);
     dispatch(rule.power_of_two, vectorized, [&](auto power_of_two, auto vector) {
         constexpr bool kPowerOfTwo = decltype(power_of_two)::value, kVector = decltype(vector)::value;

@@ -28,12 +28,9 @@ struct CodePart {
 };
 
 struct CodePlace : Place {
-    Tile tile;
     int first_row, first_column;
 
-    __device__ CodePlace(int m, int c) : tile((m + kBlock - 1) / kBlock, (c + kBlock - 1) / kBlock) {
-        first_row = tile.row * kBlock + row, first_column = tile.column * kBlock + column;
-    }
+    __device__ CodePlace() : first_row(blockIdx.y * kBlock + row), first_column(blockIdx.x * kBlock + column) {}
 };
 
 template <bool kVector>
@@ -83,19 +80,15 @@ __device__ inline __half2 odd_values(uint32_t codes) {
     return *reinterpret_cast<const __half2*>(&bits);
 }
 
-__device__ inline bool holds_nan(uint32_t codes) {
-    return ((codes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
-}
-
+// A power of two that half precision holds as a normal number, twice in a word.
 __device__ inline __half2 power_of_two(int exponent) {
-    // Below -14 half precision is subnormal.
-    const uint32_t bits = exponent >= -14 ? (exponent + 15) << 10 : 1u << (exponent + 24);
-    return __half2half2(__ushort_as_half(bits));
+    const uint32_t bits = uint32_t(exponent + 15) * 0x04000400u;
+    return *reinterpret_cast<const __half2*>(&bits);
 }
 
 __device__ inline void store_columns(const CodePlace& place, int word, const uint32_t (&transposed)[4][2], int c,
                                      const Codes& columns) {
-    const int64_t padded_rows = place.tile.padded_rows;
+    const int64_t padded_rows = int64_t(gridDim.y) * kBlock;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
         const int column = place.first_column + 4 * word + j;
@@ -107,11 +100,11 @@ __device__ inline void store_columns(const CodePlace& place, int word, const uin
 // Whether half precision holds every product exactly; if not, no code has been written.
 __device__ inline bool requantize_in_half(const CodePart& part, const CodePlace& place, int c, const Codes& columns,
                                           const ScaleRule& rule, Scratch& scratch) {
-    int exponent[kOwned], top = 0;
+    int exponent[kOwned], top = 0, bottom = kNotFinite;
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) {
         exponent[i] = __float_as_int(part.row_scale[i]) >> 23 & kNotFinite;
-        top = max(top, exponent[i]);
+        top = max(top, exponent[i]), bottom = min(bottom, exponent[i]);
     }
     top = __reduce_max_sync(0xffffffffu, top);
     // All warps of a row see the same rows.
@@ -119,16 +112,19 @@ __device__ inline bool requantize_in_half(const CodePart& part, const CodePlace&
         scratch.exponent[place.warp_row] = top;
     __syncthreads();
     top = max(scratch.exponent[0], scratch.exponent[1]);
+    // Codes are NaN only where the scale is not finite.
     bool exact = top != kNotFinite;
+    if (top - bottom > kHalfRange) {
+#pragma unroll
+        for (int i = 0; i < kOwned; ++i) {
+            const bool zero = ((part.word[i][0] | part.word[i][1]) & 0x7f7f7f7fu) == 0;
+            exact = exact && (zero || top - exponent[i] <= kHalfRange);
+        }
+    }
     __half2 row_ratio[kOwned];
 #pragma unroll
-    for (int i = 0; i < kOwned; ++i) {
-        const uint32_t* word = part.word[i];
-        const bool zero = ((word[0] | word[1]) & 0x7f7f7f7fu) == 0;
-        const bool nan = holds_nan(word[0]) || holds_nan(word[1]);
-        exact = exact && !nan && (zero || top - exponent[i] <= kHalfRange);
+    for (int i = 0; i < kOwned; ++i)
         row_ratio[i] = power_of_two(max(exponent[i] - top, -kHalfRange) + kCodeShift);
-    }
 #pragma unroll
     for (int w = 0; w < kCodeWords; ++w) {
         // Columns 0 and 2 of the word, then 1 and 3.
@@ -154,7 +150,7 @@ __device__ inline bool requantize_in_half(const CodePart& part, const CodePlace&
     }
     __syncthreads();
     if (threadIdx.x < kBlock) {
-        const int t = threadIdx.x, column = place.tile.column * kBlock + t;
+        const int t = threadIdx.x, column = blockIdx.x * kBlock + t;
         const uint32_t bits = max(scratch.column_amax[0][t], scratch.column_amax[1][t]);
         // top may be the exponent of a subnormal scale, 0, where every code is 0.
         const float unit = __int_as_float(top << 23);
@@ -166,7 +162,7 @@ __device__ inline bool requantize_in_half(const CodePart& part, const CodePlace&
         scratch.column_ratio[slot] = __low2half(power_of_two(bits == 0 ? 0 : min(max(distance, 0), kHalfRange)));
         // Written again if this way turns out not to be exact.
         if (column < c)
-            columns.scale[place.tile.row * columns.scale_stride + column] = scale;
+            columns.scale[blockIdx.y * columns.scale_stride + column] = scale;
     }
     if (!__syncthreads_and(exact))
         return false;
@@ -228,12 +224,12 @@ __device__ inline void requantize_in_float(const CodePart& part, const CodePlace
     }
     __syncthreads();
     if (threadIdx.x < kBlock) {
-        const int t = threadIdx.x, column = place.tile.column * kBlock + t;
+        const int t = threadIdx.x, column = blockIdx.x * kBlock + t;
         const uint32_t bits = max(scratch.column_amax[0][t], scratch.column_amax[1][t]);
         const float scale = scale_of(__uint_as_float(bits), rule, kPowerOfTwo);
         scratch.column_factor[t] = factor_of(scale, kPowerOfTwo);
         if (column < c)
-            columns.scale[place.tile.row * columns.scale_stride + column] = scale;
+            columns.scale[blockIdx.y * columns.scale_stride + column] = scale;
     }
     __syncthreads();
 #pragma unroll
@@ -260,7 +256,7 @@ __global__ __launch_bounds__(kThreads, 4) void requantize_kernel(const uint8_t* 
                                                                  int64_t scale_stride_m, int64_t scale_stride_c, int m,
                                                                  int c, Codes columns, ScaleRule rule) {
     __shared__ Scratch scratch;
-    const CodePlace place(m, c);
+    const CodePlace place;
     CodePart part;
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) {
@@ -281,7 +277,7 @@ __global__ __launch_bounds__(kThreads, 4) void requantize_kernel(const uint8_t* 
 
 void requantize_along_tokens(const uint8_t* codes, const float* scale, int64_t scale_stride_m, int64_t scale_stride_c,
                              int m, int c, Codes columns, ScaleRule rule, bool vectorized, cudaStream_t stream) {
-    const int grid = tiles(c) * tiles(m);
+    const dim3 grid(tiles(c), tiles(m));
     dispatch(rule.power_of_two, vectorized, [&](auto power_of_two, auto vector) {
         requantize_kernel<decltype(power_of_two)::value, decltype(vector)::value>
             <<<grid, kThreads, 0, stream>>>(codes, scale, scale_stride_m, scale_stride_c, m, c, columns, rule);

@@ -1,5 +1,5 @@
-// RMSNorm, with residual add and quantisation in the same kernel, and its gradient. A block owns a row, a thread one or
-// two 16-byte vectors of it, whatever the width: Triton's tiles are powers of two, which wastes 3 of 8 lanes at 5120.
+// RMSNorm, with residual add and quantisation in the same kernel, and its gradient. A block owns a row, a thread a few
+// 16-byte vectors of it, whatever the width: Triton's tiles are powers of two, which wastes 3 of 8 lanes at 5120.
 // How a row is summed depends on the number of features alone.
 #include "tile.cuh"
 
@@ -9,7 +9,9 @@ namespace {
 constexpr int kVector = 8;                     // BF16 elements in 16 bytes
 constexpr int kGroupLanes = kBlock / kVector;  // neighbouring lanes that hold a group
 constexpr int kMostThreads = kMostFeatures / kVector / 2;
-constexpr int kResidentThreads = 1024;  // of a multiprocessor, with the registers that these kernels take
+constexpr int kForwardVectors = 4;  // of a thread: what every warp does once a row is shared by more elements
+constexpr int kBackwardVectors = 2;
+constexpr int kResidentThreads = 2048;  // of a multiprocessor, with the registers that these kernels take
 constexpr int kMostWarps = kMostThreads / 32;
 
 struct Vector {
@@ -222,9 +224,9 @@ struct Shape {
     int threads, vectors;
 };
 
-Shape shape_of(int k) {
-    const int vectors = k / kVector;
-    const int each = vectors <= 256 ? 1 : 2;
+// Threads that own `most` vectors of a row each, or one where the row is short.
+Shape shape_of(int k, int most) {
+    const int vectors = k / kVector, each = vectors <= 256 ? 1 : most;
     const int threads = (vectors + each - 1) / each;
     return {(threads + 31) / 32 * 32, each};
 }
@@ -233,9 +235,9 @@ Shape shape_of(int k) {
 
 void rms_norm(const void* x, const void* residual, const void* weight, int m, int k, float eps, void* y, Codes codes,
               float* rstd, void* sums, ScaleRule rule, int multiprocessors, cudaStream_t stream) {
-    const Shape shape = shape_of(k);
+    const Shape shape = shape_of(k, kForwardVectors);
     // As many blocks as run at once. The number changes no result.
-    const int blocks = min(m, multiprocessors * (kResidentThreads / shape.threads));
+    const int blocks = min(m, multiprocessors * (kResidentThreads / (shape.threads * shape.vectors)));
     const auto launch = [&](auto quantize, auto with_residual, auto power_of_two, auto vectors) {
         forward_kernel<decltype(quantize)::value, decltype(with_residual)::value, decltype(power_of_two)::value,
                        decltype(vectors)::value><<<m, shape.threads, 0, stream>>>(
@@ -246,8 +248,8 @@ void rms_norm(const void* x, const void* residual, const void* weight, int m, in
     const auto by_vectors = [&](auto quantize, auto with_residual, auto power_of_two) {
         if (shape.vectors == 1)
             launch(quantize, with_residual, power_of_two, std::integral_constant<int, 1>{});
-        if (shape.vectors == 2)
-            launch(quantize, with_residual, power_of_two, std::integral_constant<int, 2>{});
+        if (shape.vectors == kForwardVectors)
+            launch(quantize, with_residual, power_of_two, std::integral_constant<int, kForwardVectors>{});
     };
     const auto by_residual = [&](auto quantize, auto power_of_two) {
         residual ? by_vectors(quantize, std::true_type{}, power_of_two)
@@ -263,7 +265,7 @@ void rms_norm(const void* x, const void* residual, const void* weight, int m, in
 
 void rms_norm_backward(const void* dy, const void* x, const void* weight, const float* rstd, int m, int k, int programs,
                        void* dx, float* partial, cudaStream_t stream) {
-    const Shape shape = shape_of(k);
+    const Shape shape = shape_of(k, kBackwardVectors);
     const int rows = (m + programs - 1) / programs;
     const auto launch = [&](auto vectors) {
         backward_kernel<decltype(vectors)::value><<<programs, shape.threads, 0, stream>>>(
@@ -272,8 +274,8 @@ void rms_norm_backward(const void* dy, const void* x, const void* weight, const 
     };
     if (shape.vectors == 1)
         launch(std::integral_constant<int, 1>{});
-    if (shape.vectors == 2)
-        launch(std::integral_constant<int, 2>{});
+    if (shape.vectors == kBackwardVectors)
+        launch(std::integral_constant<int, kBackwardVectors>{});
 }
 
 }  // namespace jetrl

@@ -5,23 +5,18 @@
 namespace jetrl {
 namespace {
 
-// A pair of elements of gate and up becomes their gradients, BF16 in words of two. Each operation is named, so that no
-// compiler contracts them differently in the two kernels.
-__device__ inline void swiglu_gradients(uint32_t dh, uint32_t& gate, uint32_t& up) {
-    float of_gate[2], silu[2];
-    const float g[2] = {low_bf16(gate), high_bf16(gate)}, u[2] = {low_bf16(up), high_bf16(up)};
-    const float d[2] = {low_bf16(dh), high_bf16(dh)};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const float sigmoid = __fdividef(1.f, __fadd_rn(1.f, __expf(-g[i])));
-        silu[i] = __fmul_rn(g[i], sigmoid);
-        // The derivative of silu: sigmoid + silu (1 - sigmoid).
-        const float slope = __fmaf_rn(silu[i], __fadd_rn(1.f, -sigmoid), sigmoid);
-        of_gate[i] = __fmul_rn(__fmul_rn(d[i], u[i]), slope);
-    }
-    const uint32_t rounded = bf16_pair(silu[0], silu[1]);
-    gate = bf16_pair(of_gate[0], of_gate[1]);
-    up = bf16_pair(__fmul_rn(d[0], low_bf16(rounded)), __fmul_rn(d[1], high_bf16(rounded)));
+struct Gradients {
+    float gate, up;
+};
+
+// Each operation is named, so that no compiler contracts them differently in the two kernels. `silu` is rounded to
+// BF16, as the forward kernel does.
+__device__ inline Gradients swiglu_gradients(float dh, float gate, float up) {
+    const float sigmoid = sigmoid_of(gate), silu = __fmul_rn(gate, sigmoid);
+    // The derivative of silu: sigmoid + silu (1 - sigmoid).
+    const float slope = __fmaf_rn(silu, __fadd_rn(1.f, -sigmoid), sigmoid);
+    const float rounded = __bfloat162float(__float2bfloat16_rn(silu));
+    return {__fmul_rn(__fmul_rn(dh, up), slope), __fmul_rn(dh, rounded)};
 }
 
 // Stores one half of the tile of dy, whose rows are 2 f long.
@@ -53,8 +48,7 @@ __global__ __launch_bounds__(kThreads, 2) void swiglu_backward_kernel(const uint
                                                                       ScaleRule rule) {
     __shared__ TileScratch scratch[2];
     const Place place;
-    const Tile tile((m + kBlock - 1) / kBlock, (f + kBlock - 1) / kBlock);
-    const int row = tile.row * kBlock, column = tile.column * kBlock;
+    const int row = blockIdx.y * kBlock, column = blockIdx.x * kBlock;
     const int64_t first = int64_t(row) * f + column, first_of_y = int64_t(row) * 2 * f + column;
     Part gate, up, gradient;
     load_part<kVector>(gradient, dh + first, f, m - row, f - column, place);
@@ -64,13 +58,17 @@ __global__ __launch_bounds__(kThreads, 2) void swiglu_backward_kernel(const uint
     for (int i = 0; i < kOwned; ++i) {
 #pragma unroll
         for (int w = 0; w < kWords; ++w) {
-            swiglu_gradients(gradient.word[i][w], gate.word[i][w], up.word[i][w]);
+            const uint32_t g = gate.word[i][w], u = up.word[i][w], d = gradient.word[i][w];
+            const Gradients low = swiglu_gradients(low_bf16(d), low_bf16(g), low_bf16(u));
+            const Gradients high = swiglu_gradients(high_bf16(d), high_bf16(g), high_bf16(u));
+            gate.word[i][w] = bf16_pair(low.gate, high.gate);
+            up.word[i][w] = bf16_pair(low.up, high.up);
         }
     }
     if constexpr (kQuantize) {
+        const int64_t padded_rows = int64_t(gridDim.y) * kBlock;
         // f is a multiple of the block, so no group holds elements of both halves.
-        const TileTarget of_gate{row, column, m, 2 * f, tile.padded_rows},
-            of_up{row, f + column, m, 2 * f, tile.padded_rows};
+        const TileTarget of_gate{row, column, m, 2 * f, padded_rows}, of_up{row, f + column, m, 2 * f, padded_rows};
         quantize_tile<true, true, kPowerOfTwo, kVector>(gate, place, of_gate, rows, columns, rule, scratch[0]);
         quantize_tile<true, true, kPowerOfTwo, kVector>(up, place, of_up, rows, columns, rule, scratch[1]);
     } else {
@@ -83,7 +81,7 @@ __global__ __launch_bounds__(kThreads, 2) void swiglu_backward_kernel(const uint
 
 void swiglu_backward(const void* dh, const void* y, int m, int f, void* dy, Codes rows, Codes columns, ScaleRule rule,
                      bool vectorized, cudaStream_t stream) {
-    const int grid = tiles(f) * tiles(m);
+    const dim3 grid(tiles(f), tiles(m));
     const auto *of_h = static_cast<const uint16_t*>(dh), *of_y = static_cast<const uint16_t*>(y);
     auto* target = static_cast<uint16_t*>(dy);
     dispatch(rule.power_of_two, vectorized, [&](auto power_of_two, auto vector) {

@@ -30,22 +30,6 @@ struct Place {
     }
 };
 
-constexpr int kTilesDown = 16;
-
-// Which tile a block of a one-dimensional grid works on. Blocks that run together cover a piece of the matrix that is
-// many tiles high and wide: rows of the result and of its transpose then fill whole memory pages.
-struct Tile {
-    int row, column;      // of the tile, in tiles
-    int64_t padded_rows;  // rows of the matrix rounded up to whole tiles
-
-    __device__ Tile(int down, int across) : padded_rows(int64_t(down) * kBlock) {
-        const int band = blockIdx.x / (kTilesDown * across), first = band * kTilesDown;
-        const int height = min(kTilesDown, down - first), within = blockIdx.x - first * across;
-        row = first + within % height;
-        column = within / height;
-    }
-};
-
 // The owned 8 x 8 BF16, two columns a word.
 struct Part {
     uint32_t word[kOwned][kWords];
@@ -80,6 +64,24 @@ __device__ inline uint32_t bf16_pair(float low, float high) {
     uint32_t pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
+}
+
+// e^-x and 1 / x from one instruction each; every kernel that needs them takes these, so all agree.
+__device__ inline float exp_of_negative(float x) {
+    constexpr float kLog2E = 1.4426950408889634f;
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(x, -kLog2E)));
+    return power;
+}
+
+__device__ inline float reciprocal(float x) {
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+    return inverse;
+}
+
+__device__ inline float sigmoid_of(float x) {
+    return reciprocal(__fadd_rn(1.f, exp_of_negative(x)));
 }
 
 // Two codes, the first in the low byte. NaN stays NaN, larger values saturate.

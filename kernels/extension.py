@@ -86,6 +86,24 @@ def requantize_along_tokens(codes: BlockScaledTensor) -> BlockScaledTensor:
     return columns
 
 
+def swiglu(y_M2F: torch.Tensor, recipe: Fp8BlockRecipe) -> torch.Tensor:
+    """silu(gate) * up, silu rounded to BF16 first: BF16 [M, F].
+
+    Args:
+        y_M2F: BF16, contiguous; gate is the first half. F is a multiple of the block.
+    """
+    h_MF = torch.empty(y_M2F.shape[0], y_M2F.shape[1] // 2, dtype=torch.bfloat16, device=y_M2F.device)
+    _C.swiglu(y_M2F, h_MF, None, None, _activation_rule(recipe))
+    return h_MF
+
+
+def swiglu_quantize(y_M2F: torch.Tensor, recipe: Fp8BlockRecipe) -> BlockScaledTensor:
+    """`swiglu` in codes in groups along features: [M, F]."""
+    out = empty_codes(y_M2F.shape[0], y_M2F.shape[1] // 2, recipe, y_M2F.device)
+    _C.swiglu(y_M2F, None, out.data, out.scale, _activation_rule(recipe))
+    return out
+
+
 def swiglu_backward(dh_MF: torch.Tensor, y_M2F: torch.Tensor, recipe: Fp8BlockRecipe) -> torch.Tensor:
     """Gradient of silu(gate) * up: BF16 [M, 2F].
 

@@ -140,6 +140,12 @@ class CudaQuantizer(TritonQuantizer):
         )
         return pair
 
+    def swiglu(self, y_M2F: torch.Tensor, recipe: Fp8BlockRecipe) -> BlockScaledTensor:
+        if y_M2F.shape[1] % (2 * recipe.block):
+            return super().swiglu(y_M2F, recipe)
+        codes: BlockScaledTensor = _kernel("extension").swiglu_quantize(y_M2F.contiguous(), recipe)
+        return codes
+
     def swiglu_backward(
         self, dh_MF: torch.Tensor, y_M2F: torch.Tensor, recipe: Fp8BlockRecipe
     ) -> tuple[BlockScaledTensor, BlockScaledTensor]:

@@ -203,7 +203,7 @@ def test_rms_norm_backward_close(quantizer, device):
 def test_swiglu_fused_equals_parts_exact(quantizer, recipe, shape, device):
     y = (torch.randn(shape[0], 2 * shape[1], device=device) * 4).bfloat16()
     dh = torch.randn(shape, device=device).bfloat16()
-    h = swiglu_kernels.swiglu(y, recipe)
+    h = module_of(quantizer, swiglu_kernels).swiglu(y, recipe)
     assert quantizer.swiglu(y, recipe).equal(quantizer.activation(h, recipe))
     torch.testing.assert_close(h, swiglu(y), rtol=1.6e-2, atol=1e-6)
     dy = module_of(quantizer, swiglu_kernels).swiglu_backward(dh, y, recipe)
