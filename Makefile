@@ -9,10 +9,14 @@ unexport VIRTUAL_ENV CONDA_PREFIX PYTHONPATH PYTHONHOME
 # Without bytecode every process compiles all of its imports again, which doubles their time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test lint format docs lock clean
+# The Python of a GPU host, with torch, vLLM and Megatron-core in it; the environment in .venv is for a CPU.
+BENCH_PYTHON ?= python3
+BENCHES := quantize linear layer decode_linear memory
+
+.PHONY: help setup demo test lint format docs lock clean bench
 
 help:
-	@echo "make demo [ARGS=...] | test | lint | format | docs | setup | lock | clean"
+	@echo "make demo [ARGS=...] | test | lint | format | docs | setup | lock | bench | clean"
 
 setup: $(READY)
 
@@ -37,6 +41,11 @@ format: $(READY)
 # --strict turns every warning into an error; mkdocs.yml makes broken links and anchors warnings.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/docs
+
+bench:
+	$(BENCH_PYTHON) -m benchmarks.warm_up
+	for bench in $(BENCHES); do $(BENCH_PYTHON) -m benchmarks.bench_$$bench || exit; done
+	$(BENCH_PYTHON) -m benchmarks.plot
 
 lock: $(READY)
 	bash requirements/lock.sh $(ARGS)

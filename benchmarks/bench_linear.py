@@ -53,7 +53,7 @@ def main() -> None:
                     measure(run, model, name, m, te, totals)
                 for what, times in totals.items():
                     run.add_times(model, ALL, m, times, what, peers=peers_of(what))
-            run.write()
+                run.write()
 
 
 def peers_of(what: str) -> tuple[str, ...]:

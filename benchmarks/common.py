@@ -331,8 +331,10 @@ def device_name(device: torch.device) -> str:
 
 
 def command(bench: str) -> str:
-    """The command of this process as one would type it again."""
-    return shlex.join(["python", "-m", f"benchmarks.{bench}", *sys.argv[1:]])
+    """The command of this process as one would type it again; where the rows went is left out."""
+    arguments = iter(sys.argv[1:])
+    kept = [word for word in arguments if not (word == "--out" and next(arguments, None)) and word[:6] != "--out="]
+    return shlex.join(["python", "-m", f"benchmarks.{bench}", *kept])
 
 
 def transformer_engine() -> tuple[Any, str]:

@@ -10,18 +10,22 @@ Triton kernels of the same names, and `jetrl_megatron.reference`.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from jetrl_megatron import _C
-from jetrl_megatron.kernels.outputs import empty_along_tokens, empty_codes, empty_weight
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.tensor import BlockScaledTensor
 
+from .outputs import empty_along_tokens, empty_codes, empty_weight
+
+_C: Any = importlib.import_module("jetrl_megatron._C")
+
 
 @functools.lru_cache(maxsize=64)
-def _activation_rule(recipe: Fp8BlockRecipe) -> _C.Recipe:
+def _activation_rule(recipe: Fp8BlockRecipe) -> Any:
     return _C.Recipe(
         block=recipe.block,
         element_max=recipe.element_max,
@@ -33,7 +37,7 @@ def _activation_rule(recipe: Fp8BlockRecipe) -> _C.Recipe:
 
 
 @functools.lru_cache(maxsize=64)
-def _weight_rule(recipe: Fp8BlockRecipe) -> _C.Recipe:
+def _weight_rule(recipe: Fp8BlockRecipe) -> Any:
     power_of_two = recipe.scale_format == "ue8m0"
     return _C.Recipe(
         block=recipe.block,
@@ -82,7 +86,9 @@ def quantize_along_features(x_MC: torch.Tensor, recipe: Fp8BlockRecipe) -> Block
 def requantize_along_tokens(codes: BlockScaledTensor) -> BlockScaledTensor:
     """What codes [M, C] stand for, transposed in groups along tokens: [C, Mp]."""
     columns = empty_along_tokens(*codes.shape, codes.recipe, codes.data.device)
-    _C.requantize_along_tokens(codes.data, codes.scale, columns.data, columns.scale, _activation_rule(codes.recipe))
+    _C.requantize_along_tokens(
+        codes.data.contiguous(), codes.scale, columns.data, columns.scale, _activation_rule(codes.recipe)
+    )
     return columns
 
 

@@ -8,11 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
-from jetrl_megatron.kernels.device_functions import activation_rule, encode, quantize_groups, scale_of
-from jetrl_megatron.kernels.outputs import empty_codes, rows_contiguous
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.reference import quantize_activation as quantize_activation_twin
 from jetrl_megatron.tensor import BlockScaledTensor
+
+from .device_functions import activation_rule, encode, quantize_groups, scale_of
+from .outputs import empty_codes, rows_contiguous
 
 __all__ = ["quantize_activation", "quantize_activation_twin"]
 

@@ -9,11 +9,12 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from jetrl_megatron.kernels.device_functions import activation_rule, amax_bits, encode, scale_of
-from jetrl_megatron.kernels.outputs import empty_along_tokens, empty_codes, rows_contiguous
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.reference import quantize_activation as reference_quantize
 from jetrl_megatron.tensor import BlockScaledTensor
+
+from .device_functions import activation_rule, amax_bits, encode, scale_of
+from .outputs import empty_along_tokens, empty_codes, rows_contiguous
 
 
 def quantize_along_tokens_twin(x_MC: torch.Tensor, recipe: Fp8BlockRecipe) -> BlockScaledTensor:

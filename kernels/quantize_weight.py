@@ -10,11 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-from jetrl_megatron.kernels.device_functions import amax_bits, encode, scale_of, weight_rule
-from jetrl_megatron.kernels.outputs import empty_weight, rows_contiguous
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.reference import quantize_weight as reference_quantize
 from jetrl_megatron.tensor import BlockScaledTensor
+
+from .device_functions import amax_bits, encode, scale_of, weight_rule
+from .outputs import empty_weight, rows_contiguous
 
 
 def quantize_weight_twin(

@@ -7,10 +7,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from jetrl_megatron.kernels.device_functions import activation_rule
-from jetrl_megatron.kernels.outputs import empty_along_tokens
-from jetrl_megatron.kernels.quantize_both import quantize_along_tokens_twin, store_along_tokens
 from jetrl_megatron.tensor import BlockScaledTensor
+
+from .device_functions import activation_rule
+from .outputs import empty_along_tokens
+from .quantize_both import quantize_along_tokens_twin, store_along_tokens
 
 
 def requantize_along_tokens_twin(codes: BlockScaledTensor) -> BlockScaledTensor:
@@ -44,7 +45,7 @@ def requantize_along_tokens(codes: BlockScaledTensor, *, num_warps: int = 8) -> 
     if tokens == 0 or features == 0:
         return columns
     _kernel[(triton.cdiv(features, recipe.block), triton.cdiv(tokens, recipe.block))](
-        codes.data,
+        codes.data.contiguous(),
         codes.scale,
         columns.data,
         columns.scale,

@@ -12,12 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
-from jetrl_megatron.kernels.quantize_activation import quantize_activation
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.reference import quantize_activation as reference_quantize
 from jetrl_megatron.reference import rms_norm as reference_norm
 from jetrl_megatron.reference import rms_norm_backward as rms_norm_backward_twin
 from jetrl_megatron.tensor import BlockScaledTensor
+
+from .quantize_activation import quantize_activation
 
 __all__ = [
     "rms_norm",
@@ -95,7 +96,7 @@ def rms_norm(
         _forward_kernel[(tokens,)](
             x_MK.contiguous(),
             None if residual is None else residual.contiguous(),
-            weight_K,
+            weight_K.contiguous(),
             y_MK,
             rstd_M,
             sums,
@@ -158,7 +159,7 @@ def rms_norm_backward(
         _backward_kernel[(programs,)](
             dy_MK.contiguous(),
             x_MK.contiguous(),
-            weight_K,
+            weight_K.contiguous(),
             rstd_M,
             dx_MK,
             partial_PK,

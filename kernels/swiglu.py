@@ -12,14 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
-from jetrl_megatron.kernels.device_functions import activation_rule, quantize_groups
-from jetrl_megatron.kernels.outputs import empty_along_tokens, empty_codes
-from jetrl_megatron.kernels.quantize_both import quantize_both_twin, store_along_features, store_along_tokens
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.reference import quantize_activation as reference_quantize
 from jetrl_megatron.reference import swiglu as swiglu_twin
 from jetrl_megatron.reference import swiglu_backward as swiglu_backward_twin
 from jetrl_megatron.tensor import BlockScaledTensor
+
+from .device_functions import activation_rule, quantize_groups
+from .outputs import empty_along_tokens, empty_codes
+from .quantize_both import quantize_both_twin, store_along_features, store_along_tokens
 
 __all__ = [
     "swiglu",

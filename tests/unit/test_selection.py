@@ -47,3 +47,12 @@ def test_doctor_names_choices_and_refusals(capsys):
     for candidate in (*QUANTIZERS, *GEMMS):
         assert candidate.name in printed
     assert "it needs a Hopper GPU, not cpu" in printed and JETRL_FP8.fingerprint in printed
+
+
+def test_extension_refuses_what_it_was_not_built_for():
+    extension = pytest.importorskip("jetrl_megatron._C", reason="the CUDA extension was not built here")
+    rule = {"element_max": 448.0, "amax_floor": 1e-10, "divisor": 448.0, "scale_floor": 1e-10, "power_of_two": True}
+    x, codes, scale = torch.randn(4, 128).bfloat16(), torch.empty(4, 128).to(torch.float8_e4m3fn), torch.empty(4, 1)
+    with pytest.raises(ValueError, match="x is BFloat16 .*on cpu: expected a CUDA matrix of BFloat16"):
+        extension.quantize_both(x, codes, scale, None, None, extension.Recipe(block=128, **rule))
+    assert extension.MOST_FEATURES == 8192

@@ -1,0 +1,107 @@
+"""Compiles the launches of Triton kernels for a Hopper GPU, for `tests.unit.kernels_on_cpu`."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from jetrl_megatron import JETRL_FP8
+from tests.unit import kernels_on_cpu
+
+M, C, EPS = 512, 1024, 1e-6
+WIDEST_STORE = re.compile(r"st\.global(?:\.\w+)*\.v4\.b32")
+
+
+def assert_fits_registers(kernel: object) -> None:
+    """Nothing is kept in memory for want of registers."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "STACK:0 " in usage and "LOCAL:0 " in usage, f"{kernel.metadata.name}: {usage}"
+
+
+def compiles(make_launch: Callable[[], None]) -> None:
+    kernels_on_cpu.compiled.clear()
+    make_launch()
+    assert kernels_on_cpu.compiled
+    for kernel in kernels_on_cpu.compiled:
+        assert_fits_registers(kernel)
+        assert WIDEST_STORE.search(kernel.asm["ptx"]), f"{kernel.metadata.name} stores less than 16 bytes at a time"
+
+
+def compiles_for_awkward_sizes() -> None:
+    from jetrl_megatron.kernels import quantize_activation, quantize_both, quantize_weight, swiglu
+
+    for rows, columns in ((1, 1), (7, 129)):
+        x = torch.ones(rows, columns).bfloat16()
+        quantize_activation.quantize_activation(x, JETRL_FP8)
+        quantize_both.quantize_both(x, JETRL_FP8)
+        quantize_weight.quantize_weight(x, JETRL_FP8)
+    swiglu.swiglu(torch.ones(1, 2).bfloat16(), JETRL_FP8)
+
+
+def _matrix() -> torch.Tensor:
+    return torch.ones(M, C).bfloat16()
+
+
+def _activation(rows: int) -> None:
+    from jetrl_megatron.kernels.quantize_activation import quantize_activation
+
+    quantize_activation(_matrix()[:rows], JETRL_FP8)
+
+
+def _both() -> None:
+    from jetrl_megatron.kernels.quantize_both import quantize_along_tokens, quantize_both
+
+    quantize_both(_matrix(), JETRL_FP8)
+    quantize_along_tokens(_matrix(), JETRL_FP8)
+
+
+def _requantize() -> None:
+    from jetrl_megatron.kernels.quantize_activation import quantize_activation_twin
+    from jetrl_megatron.kernels.requantize_along_tokens import requantize_along_tokens
+
+    requantize_along_tokens(quantize_activation_twin(_matrix(), JETRL_FP8))
+
+
+def _weight() -> None:
+    from jetrl_megatron.kernels.quantize_weight import quantize_weight
+
+    quantize_weight(_matrix(), JETRL_FP8)
+
+
+def _norm() -> None:
+    from jetrl_megatron.kernels.rms_norm import rms_norm, rms_norm_backward
+
+    x, weight = torch.ones(8, 4096).bfloat16(), torch.ones(4096).bfloat16()
+    rms_norm(x, weight, EPS, x)
+    rms_norm_backward(x, x, weight, torch.ones(8))
+
+
+def _swiglu() -> None:
+    from jetrl_megatron.kernels import swiglu
+
+    y, dh = _matrix(), torch.ones(M, C // 2).bfloat16()
+    swiglu.swiglu(y, JETRL_FP8)
+    swiglu.swiglu_quantize(y, JETRL_FP8)
+    swiglu.swiglu_backward_quantize(dh, y, JETRL_FP8)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "activation": partial(compiles, partial(_activation, M)),
+    "both": partial(compiles, _both),
+    "requantize": partial(compiles, _requantize),
+    "weight": partial(compiles, _weight),
+    "norm": partial(compiles, _norm),
+    "swiglu": partial(compiles, _swiglu),
+    "awkward_sizes": compiles_for_awkward_sizes,
+}
