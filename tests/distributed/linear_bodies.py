@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from jetrl_megatron.layers import Fp8LinearMixin, JetRLColumnParallelLinear, JetRLRowParallelLinear
+from jetrl_megatron.layers import (
+    Fp8LinearMixin,
+    JetRLColumnParallelLinear,
+    JetRLLayerNormColumnParallelLinear,
+    JetRLMLP,
+    JetRLRowParallelLinear,
+)
+from jetrl_megatron.ops.backends import ReferenceQuantizer
 
 # hidden, heads, KV heads, head_dim, FFN: head_dim 64 with half tiles, and fewer KV heads than ranks.
 QWEN_0_5B = (896, 14, 2, 64, 4864)
@@ -151,6 +161,54 @@ def frozen() -> dict[str, Any]:
     return result
 
 
+class FusedReference(ReferenceQuantizer):
+    """The reference with norm and SwiGLU between the linears in codes, as on a GPU."""
+
+    fused = True
+
+
+def mlp(tp: int, *, sequence_parallel: bool, fused: bool) -> Callable[[], dict[str, Any]]:
+    """A gated MLP with its norm: the same input, gradient and weights at any TP."""
+    hidden, ffn = 256, 512
+
+    def body() -> dict[str, Any]:
+        parallel(tp)
+        shape, rank = (hidden, 2, 2, 128, ffn), mpu.get_tensor_model_parallel_rank()
+        gated = {"gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False, "ffn_hidden_size": ffn}
+        config = settings(shape, tp, normalization="RMSNorm", sequence_parallel=sequence_parallel, **gated)
+        linears = MLPSubmodules(linear_fc1=JetRLLayerNormColumnParallelLinear, linear_fc2=JetRLRowParallelLinear)
+        torch.manual_seed(3)
+        layer = JetRLMLP(config, linears, ffn_hidden_size=ffn, tp_group=mpu.get_tensor_model_parallel_group())
+        with torch.no_grad():
+            layer.linear_fc1.layer_norm_weight.normal_(mean=1, std=0.1)
+        for weight in (layer.linear_fc1.weight, layer.linear_fc2.weight):
+            weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
+        generator = torch.Generator().manual_seed(7)
+        x, dy = (torch.randn(64, 1, hidden, generator=generator).bfloat16() for _ in range(2))
+        if sequence_parallel:
+            x, dy = (whole.chunk(tp)[rank].clone() for whole in (x, dy))
+        x.requires_grad_()
+        quantizer = FusedReference() if fused else ReferenceQuantizer()
+        with mock.patch("jetrl_megatron.layers.fp8_linear.select_quantizer", return_value=quantizer):
+            y, _ = layer(x)
+            assert layer._fuses() == fused
+            y.backward(dy)
+        if mpu.get_data_parallel_rank() > 0:
+            return {}
+        first, second = layer.linear_fc1, layer.linear_fc2
+        gradients = {"dx": x.grad, "dnorm": first.layer_norm_weight.grad, "dw1": first.weight.main_grad}
+        return {"y": y.detach(), **gradients, "dw2": second.weight.main_grad}
+
+    return body
+
+
+MLPS = {
+    "mlp_unfused": mlp(1, sequence_parallel=False, fused=False),
+    "mlp_tp1": mlp(1, sequence_parallel=False, fused=True),
+    "mlp_tp2": mlp(2, sequence_parallel=False, fused=True),
+    "mlp_tp2_sp": mlp(2, sequence_parallel=True, fused=True),
+}
+
 LINEARS = [
     ("qkv", "0.5b", QWEN_0_5B, 2),
     ("proj", "0.5b", QWEN_0_5B, 2),
@@ -164,4 +222,5 @@ BODIES: dict[str, Callable[[], Any]] = {
     **{f"{kind}_{name}_tp{tp}": linear(kind, shape, tp) for kind, name, shape, most in LINEARS for tp in (1, most)},
     "odd_tokens": odd_tokens,
     "frozen": frozen,
+    **MLPS,
 }
