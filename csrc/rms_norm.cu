@@ -240,7 +240,7 @@ void rms_norm(const void* x, const void* residual, const void* weight, int m, in
     const int blocks = min(m, multiprocessors * (kResidentThreads / (shape.threads * shape.vectors)));
     const auto launch = [&](auto quantize, auto with_residual, auto power_of_two, auto vectors) {
         forward_kernel<decltype(quantize)::value, decltype(with_residual)::value, decltype(power_of_two)::value,
-                       decltype(vectors)::value><<<m, shape.threads, 0, stream>>>(
+                       decltype(vectors)::value><<<blocks, shape.threads, 0, stream>>>(
             static_cast<const uint16_t*>(x), static_cast<const uint16_t*>(residual),
             static_cast<const uint16_t*>(weight), m, k, eps, static_cast<uint16_t*>(y), codes, rstd,
             static_cast<uint16_t*>(sums), rule);

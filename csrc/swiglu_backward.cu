@@ -10,13 +10,13 @@ struct Gradients {
 };
 
 // Each operation is named, so that no compiler contracts them differently in the two kernels. `silu` is rounded to
-// BF16, as the forward kernel does.
+// BF16, as the forward kernel does. The exact reciprocal is not there for its last bit: with an approximate one the
+// compiler interleaves more elements than it has registers for.
 __device__ inline Gradients swiglu_gradients(float dh, float gate, float up) {
-    const float sigmoid = sigmoid_of(gate), silu = __fmul_rn(gate, sigmoid);
-    // The derivative of silu: sigmoid + silu (1 - sigmoid).
-    const float slope = __fmaf_rn(silu, __fadd_rn(1.f, -sigmoid), sigmoid);
-    const float rounded = __bfloat162float(__float2bfloat16_rn(silu));
-    return {__fmul_rn(__fmul_rn(dh, up), slope), __fmul_rn(dh, rounded)};
+    const float sigmoid = __frcp_rn(__fadd_rn(1.f, exp_of_negative(gate)));
+    const float silu = __bfloat162float(__float2bfloat16_rn(__fmul_rn(gate, sigmoid)));
+    const float slope = __fmul_rn(sigmoid, __fadd_rn(1.f, __fmul_rn(gate, __fadd_rn(1.f, -sigmoid))));
+    return {__fmul_rn(__fmul_rn(dh, up), slope), __fmul_rn(dh, silu)};
 }
 
 // Stores one half of the tile of dy, whose rows are 2 f long.

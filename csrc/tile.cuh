@@ -66,7 +66,7 @@ __device__ inline uint32_t bf16_pair(float low, float high) {
     return pair;
 }
 
-// e^-x and 1 / x from one instruction each; every kernel that needs them takes these, so all agree.
+// e^-x and 1 / x from one instruction each.
 __device__ inline float exp_of_negative(float x) {
     constexpr float kLog2E = 1.4426950408889634f;
     float power;

@@ -84,7 +84,11 @@ def quantize_along_features(x_MC: torch.Tensor, recipe: Fp8BlockRecipe) -> Block
 
 
 def requantize_along_tokens(codes: BlockScaledTensor) -> BlockScaledTensor:
-    """What codes [M, C] stand for, transposed in groups along tokens: [C, Mp]."""
+    """What codes [M, C] stand for, transposed in groups along tokens: [C, Mp].
+
+    Args:
+        codes: of a quantiser here: a code is NaN only where its group's scale is not finite.
+    """
     columns = empty_along_tokens(*codes.shape, codes.recipe, codes.data.device)
     _C.requantize_along_tokens(
         codes.data.contiguous(), codes.scale, columns.data, columns.scale, _activation_rule(codes.recipe)

@@ -57,7 +57,7 @@ class Quantizer(Backend, Protocol):
         """x^T in groups along M: [C, Mp]."""
 
     def requantize_along_tokens(self, codes: BlockScaledTensor) -> BlockScaledTensor:
-        """`along_tokens` of what the codes [M, C] stand for."""
+        """`along_tokens` of what codes [M, C] of `activation` stand for: NaN only where a scale is not finite."""
 
     def rms_norm(
         self, x_MK: torch.Tensor, weight_K: torch.Tensor, eps: float, recipe: Fp8BlockRecipe

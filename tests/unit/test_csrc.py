@@ -16,8 +16,6 @@ ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"
 HEADERS = ("cuda_runtime.h", "cuda_bf16.h", "cuda_fp8.h")
 MOST_SPILLED_BYTES = 16
 """Of a kernel on the fast path: what passing by cache hides. A tile in local memory would be hundreds of bytes."""
-KNOWN_SPILLS = {"swiglu_backward": 192}
-"""Sources that spill more. This one holds three tiles at once, 96 registers of 128 before it computes anything."""
 _ENTRY = re.compile(r"Compiling entry function '(\w+)' for 'sm_90a'")
 _SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
@@ -73,5 +71,4 @@ def test_source_compiles_without_torch_and_without_spilled_tiles(source, nvcc, t
     assert done.returncode == 0, done.stdout + done.stderr
     found = {name: size for name, size in spills(done.stdout + done.stderr).items() if on_fast_path(name)}
     assert found, "the compiler reported no kernel"
-    most = KNOWN_SPILLS.get(source.stem, MOST_SPILLED_BYTES)
-    assert {name: size for name, size in found.items() if size > most} == {}
+    assert {name: size for name, size in found.items() if size > MOST_SPILLED_BYTES} == {}
