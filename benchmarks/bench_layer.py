@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.common import Model, Run, start, transformer_engine
+from benchmarks.common import Model, Run, start, transformer_engine, write_profile
 from benchmarks.layer_contenders import LayerCase
 from benchmarks.megatron_state import one_rank
 
@@ -23,6 +23,7 @@ def main() -> None:
         "bench_layer",
         "A transformer layer against Megatron's BF16 layer.",
         ("--no-te", {"action": "store_true", "help": "torch's attention on both sides, even with TransformerEngine"}),
+        ("--profile", {"action": "store_true", "help": "write where the time of both layers goes instead of timing"}),
     )
     te, reason = transformer_engine()
     if run.options.no_te:
@@ -32,7 +33,8 @@ def main() -> None:
             if te is None:
                 run.add(model, "layer", None, "te_blockwise/forward+backward", None, f"not measured: {reason}")
             measure(run, model, te=te is not None)
-            run.write()
+            if not run.options.profile:
+                run.write()
 
 
 def measure(run: Run, model: Model, *, te: bool) -> None:
@@ -43,6 +45,11 @@ def measure(run: Run, model: Model, *, te: bool) -> None:
     if failure is not None:
         run.add(model, "layer", sequence, "te_blockwise/forward+backward", None, f"not measured: {failure}")
     case.check()
+    if run.options.profile:
+        for name in ("jetrl_strict", "bf16_megatron"):
+            heading = f"{model.name} layer, {name}, sequence {sequence}"
+            write_profile(run, case.contenders()[name], f"profile_layer_{model.key}_{name}.txt", heading)
+        return
     times = run.clock.race(case.contenders())
     attention = "TransformerEngine's attention" if te else "torch's attention"
     for what, phase in (("forward+backward", "total"), ("forward", "forward"), ("backward", "backward")):

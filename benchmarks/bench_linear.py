@@ -15,12 +15,11 @@ Implementations, forward and backward in one process and in turn:
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import Contender, Model, Run, start
+from benchmarks.common import Contender, Model, Run, start, write_profile
 from benchmarks.linear_contenders import LinearCase, usable_transformer_engine
 from benchmarks.megatron_state import one_rank
 
@@ -93,28 +92,11 @@ def without_strict(contenders: dict[str, Contender]) -> dict[str, Contender]:
     return {name: contender for name, contender in contenders.items() if not name.endswith("_strict")}
 
 
-def profile(run: Run, model: Model, name: str, m: int) -> Path:
-    """Writes torch's table of kernels for ten forward and backward passes with fresh weights, beside the results."""
-    from torch.profiler import ProfilerActivity
-
-    case = LinearCase(model, name, m, run.device)
-    contender = case.contenders()["jetrl_strict"]
-    cuda = run.device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    run.clock.race({"jetrl_strict": contender})
-    with torch.profiler.profile(activities=activities) as recorded:
-        for repetition in range(10):
-            for phase in contender.values():
-                phase(repetition)
-        if cuda:
-            torch.cuda.synchronize()
-    order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
-    table = recorded.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=100)
-    path = run.out.parent / f"profile_linear_{model.key}_{name}_{m}.txt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{model.name} {name} N x K = {model.linears[name]}, M = {m}, 10 repetitions\n{table}\n")
-    print(path)
-    return path
+def profile(run: Run, model: Model, name: str, m: int) -> None:
+    """Writes where the time of one linear goes, with fresh weights."""
+    contender = LinearCase(model, name, m, run.device).contenders()["jetrl_strict"]
+    heading = f"{model.name} {name} N x K = {model.linears[name]}, M = {m}"
+    write_profile(run, contender, f"profile_linear_{model.key}_{name}_{m}.txt", heading)
 
 
 if __name__ == "__main__":

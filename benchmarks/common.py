@@ -302,6 +302,27 @@ def start(bench: str, description: str, *arguments: tuple[str, dict[str, Any]]) 
     return Run(bench, options.out, models, torch.device("cuda"), clock, False, options)
 
 
+def write_profile(run: Run, contender: Contender, name: str, heading: str) -> Path:
+    """Writes torch's table of kernels for ten repetitions beside the results, under `name`."""
+    from torch.profiler import ProfilerActivity
+
+    cuda = run.device.type == "cuda"
+    run.clock.race({"profiled": contender})
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as recorded:
+        for repetition in range(10):
+            for phase in contender.values():
+                phase(repetition)
+        if cuda:
+            torch.cuda.synchronize()
+    order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+    table = recorded.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=100)
+    path = run.out.parent / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{heading}, 10 repetitions\n{table}\n")
+    print(path)
+    return path
+
+
 def require_hopper() -> None:
     """Ends the process where there is no Hopper GPU.
 

@@ -1,0 +1,51 @@
+"""The benchmarks run end to end with tiny shapes on a CPU, and refuse to measure there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+FIELDS = [
+    *("bench", "model", "shape", "m", "metric", "value", "unit", "peer", "ratio"),
+    *("device", "versions", "command", "date"),
+]
+
+
+def bench(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.bench_{name}", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_bench_refuses_a_machine_without_a_hopper_gpu(tmp_path):
+    done = bench("decode_linear", "--out", str(tmp_path / "rows.json"))
+    assert done.returncode == 2
+    assert "needs a Hopper GPU (compute capability 9.0), here is no GPU" in done.stderr
+    assert not (tmp_path / "rows.json").exists()
+
+
+def test_bench_memory_dry_run_counts_what_a_linear_saves(tmp_path):
+    out = tmp_path / "rows.json"
+    done = bench("memory", "--dry-run", "--out", str(out))
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads(out.read_text())
+    assert all(list(row) == FIELDS for row in rows)
+    assert all(row["command"] == "python -m benchmarks.bench_memory --dry-run" for row in rows)
+    saved = {row["shape"]: row["ratio"] for row in rows if row["metric"] == "jetrl/saved for backward"}
+    assert len(saved) == 4 and all(0.5 < ratio < 0.55 for ratio in saved.values())
+
+
+def test_bench_decode_linear_dry_run_adds_up_the_linears(tmp_path):
+    out = tmp_path / "rows.json"
+    done = bench("decode_linear", "--dry-run", "--out", str(out))
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [row for row in json.loads(out.read_text()) if row["metric"] == "jetrl/fprop" and row["m"] == 8]
+    whole = [row["value"] for row in rows if row["shape"] == "all four linears"]
+    parts = [row["value"] for row in rows if row["shape"] != "all four linears"]
+    assert len(parts) == 4 and whole == [pytest.approx(sum(parts))]
