@@ -15,7 +15,6 @@ from benchmarks.common import Contender, Model, relative_error, require, transfo
 from benchmarks.megatron_state import accumulate_into_main_grad, drop_gradients, jetrl_linear
 from jetrl_megatron import JETRL_FP8, reference
 from jetrl_megatron.ops import select_gemm, select_quantizer
-from jetrl_megatron.ops.backends import pad_tokens
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 SETS = 2
@@ -109,9 +108,7 @@ class LinearCase:
         g = reference.quantize_activation(dy, recipe)
         dx = gemm.nt(gemm.prepare(g), gemm.prepare(w.t()))
         require(torch.equal(x.grad, dx), "dgrad is not its parts")
-        dy_columns, x_columns = (
-            reference.quantize_activation(pad_tokens(part, recipe.block).t(), recipe) for part in (dy, a.dequantize())
-        )
+        dy_columns, x_columns = (reference.quantize_along_tokens(part, recipe) for part in (dy, a.dequantize()))
         dw = torch.zeros_like(self.layer.weight.main_grad)
         gemm.accumulate_nt(gemm.prepare(dy_columns), gemm.prepare(x_columns), dw)
         require(torch.equal(self.layer.weight.main_grad, dw), "wgrad is not its parts")

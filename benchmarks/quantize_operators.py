@@ -12,7 +12,6 @@ import torch
 
 from benchmarks.common import relative_error
 from jetrl_megatron import JETRL_FP8, BlockScaledTensor, reference
-from jetrl_megatron.ops.backends import pad_tokens
 
 EPS = 1e-6
 RECIPE = JETRL_FP8
@@ -94,7 +93,7 @@ def _quantized(x: torch.Tensor) -> BlockScaledTensor:
 
 
 def _along_tokens(x: torch.Tensor) -> BlockScaledTensor:
-    return _quantized(pad_tokens(x, RECIPE.block).t())
+    return reference.quantize_along_tokens(x, RECIPE)
 
 
 def _both(x: torch.Tensor) -> tuple[BlockScaledTensor, BlockScaledTensor]:

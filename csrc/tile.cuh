@@ -39,12 +39,6 @@ struct Part {
 struct Amax8 {
     uint32_t pair[kWords];
 
-    __device__ void merge(const Amax8& other) {
-#pragma unroll
-        for (int i = 0; i < kWords; ++i)
-            pair[i] = __vmaxu2(pair[i], other.pair[i]);
-    }
-
     __device__ void merge_lanes(int distance) {
 #pragma unroll
         for (int i = 0; i < kWords; ++i)

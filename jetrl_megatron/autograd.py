@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from jetrl_megatron.ops.alignment import Alignment, reduce_tiles
 from jetrl_megatron.ops.backends import Gemm, Quantizer
+from jetrl_megatron.ops.gathering import Gathered, GatheredCodes
 from jetrl_megatron.ops.linear import LinearOperand, as_matrix
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.reference import block_amax
@@ -65,11 +66,9 @@ class LinearPlan:
     def fuses(self) -> bool:
         """Whether norm and SwiGLU can write this layer's codes, and read its gradient's, without BF16 in between."""
         recipe = self.recipe
-        full_fp8 = (recipe.dgrad, recipe.wgrad, recipe.saved_activation, recipe.wgrad_gradient_source) == (
-            *("fp8", "fp8", "fp8"),
-            "bf16",
-        )
-        return self.quantizer.fused and full_fp8 and self.rows.direct and self.columns.direct
+        ablated = "bf16" in (recipe.dgrad, recipe.wgrad, recipe.saved_activation)
+        ablated = ablated or recipe.wgrad_gradient_source == "fp8"
+        return self.quantizer.fused and not ablated and self.rows.direct and self.columns.direct
 
     def quantize_weight(self, weight_NK: torch.Tensor) -> LinearOperand:
         """The weight's codes in aligned order. A collective where tiles are shared among ranks."""
@@ -137,7 +136,7 @@ class LinearCall:
         """The input of all tokens: under sequence parallelism codes and scales of all ranks."""
         if not self.communication.sequence_parallel:
             return x
-        return self.plan.operand(_GatheredCodes(x.tensor, self.plan.group).wait())
+        return self.plan.operand(GatheredCodes(x.tensor, self.plan.group).wait())
 
     def fprop(self, x: LinearOperand) -> torch.Tensor:
         """y in stored order, BF16 [M, N]."""
@@ -151,12 +150,12 @@ class LinearCall:
             return dy.stored.to(torch.bfloat16) @ weight_NK
         return self.plan.columns.restore(self.plan.gemm.nt(dy.rows.rows, self.operand.columns), 1)
 
-    def start_gather(self, x: BlockScaledTensor | torch.Tensor) -> _GatheredCodes | _Gathered | None:
+    def start_gather(self, x: BlockScaledTensor | torch.Tensor) -> GatheredCodes | Gathered | None:
         """Under sequence parallelism, sets out to collect the saved input of all ranks."""
         if not self.communication.sequence_parallel:
             return None
         group = self.plan.group
-        return _Gathered(x, group) if isinstance(x, torch.Tensor) else _GatheredCodes(x, group)
+        return Gathered(x, group) if isinstance(x, torch.Tensor) else GatheredCodes(x, group)
 
     def reduce_dgrad(self, dx_MK: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
         """Sets out to sum dx over the tensor-parallel ranks, as the layer's kind asks."""
@@ -207,37 +206,6 @@ class LinearCall:
         if getattr(self.weight, "zero_out_wgrad", False):
             return torch.zeros_like(self.weight)
         return torch.empty_like(self.weight)
-
-
-def _gather_rows(x: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, dist.Work]:
-    world = dist.get_world_size(group)
-    gathered = x.new_empty(x.shape[0] * world, *x.shape[1:])
-    return gathered, dist.all_gather_into_tensor(gathered, x.contiguous(), group=group, async_op=True)
-
-
-class _Gathered:
-    """An asynchronous all-gather over the token axis."""
-
-    def __init__(self, local: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-        self._all, self._work = _gather_rows(local, group)
-
-    def wait(self) -> torch.Tensor:
-        self._work.wait()
-        return self._all
-
-
-class _GatheredCodes:
-    """An asynchronous all-gather of codes and scales over the token axis: half the bytes of BF16."""
-
-    def __init__(self, local: BlockScaledTensor, group: dist.ProcessGroup | None) -> None:
-        self._local = local
-        # Bytes, because not every communication library knows float8.
-        self._codes = _Gathered(local.data.view(torch.uint8), group)
-        self._scale = _Gathered(local.scale, group)
-
-    def wait(self) -> BlockScaledTensor:
-        codes = self._codes.wait().view(self._local.data.dtype)
-        return BlockScaledTensor(codes, self._scale.wait(), self._local.block, self._local.recipe)
 
 
 def _codes(saved: Iterator[torch.Tensor], plan: LinearPlan) -> BlockScaledTensor:
@@ -294,18 +262,13 @@ class BlockFp8Linear(torch.autograd.Function):
             saved_x = next(saved) if plan.recipe.saved_activation == "bf16" else _codes(saved, plan)
             gather = call.start_gather(saved_x)
         gradient = plan.quantize_gradient(dy_MN, needs_dx=needs_dx, needs_dw=needs_dw)
-        dx, work, dw, dnorm = None, None, None, None
+        dx, work, dw = None, None, None
         if needs_dx:
             dx, work = call.reduce_dgrad(call.dgrad(gradient))
         if saved_x is not None:
             dw = call.wgrad(gradient, saved_x if gather is None else gather.wait())
         db = dy_MN.sum(dim=0).to(dy.dtype) if ctx.has_bias and needs_db else None
-        if work is not None:
-            work.wait()
-        if dx is not None and for_norm:
-            dx, dnorm = _norm_backward(plan, dx, *for_norm)
-        if dx is not None:
-            dx = dx.to(ctx.x_dtype).view(ctx.x_shape)
+        dx, dnorm = _finish_dgrad(ctx, plan, dx, work, for_norm)
         return dx, dw, db, dnorm, None, None
 
 
@@ -348,17 +311,12 @@ class BlockFp8SwiGluMlp(torch.autograd.Function):
         dw2 = call_2.wgrad(gradient_2, h_codes) if needs_dw2 else None
         rows, columns = plan_1.quantizer.swiglu_backward(dh_MF, y_M2F, plan_1.recipe)
         gradient_1 = Gradient(plan_1.operand(rows), columns, None)
-        dx, work, dw1, dnorm = None, None, None, None
+        dx, work, dw1 = None, None, None
         if needs_x or needs_norm:
             dx, work = call_1.reduce_dgrad(call_1.dgrad(gradient_1))
         if needs_dw1:
             dw1 = call_1.wgrad(gradient_1, x_codes if gather is None else gather.wait())
-        if work is not None:
-            work.wait()
-        if dx is not None and for_norm:
-            dx, dnorm = _norm_backward(plan_1, dx, *for_norm)
-        if dx is not None:
-            dx = dx.to(ctx.x_dtype).view(ctx.x_shape)
+        dx, dnorm = _finish_dgrad(ctx, plan_1, dx, work, for_norm)
         return dx, dw1, dw2, dnorm, None, None, None
 
 
@@ -372,11 +330,20 @@ def _quantize_input(
     return plan.operand(codes), (x_MK, norm.weight, rstd_M)
 
 
-def _norm_backward(
-    plan: LinearPlan, dy_MK: torch.Tensor, x_MK: torch.Tensor, weight_K: torch.Tensor, rstd_M: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dx_MK, dweight_K = plan.quantizer.rms_norm_backward(dy_MK, x_MK, weight_K, rstd_M)
-    return dx_MK, dweight_K.to(weight_K.dtype)
+def _finish_dgrad(
+    ctx: Any, plan: LinearPlan, dx: torch.Tensor | None, work: dist.Work | None, for_norm: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of the input, once all ranks have summed theirs, and of the norm's weight if there is a norm."""
+    if work is not None:
+        work.wait()
+    if dx is None:
+        return None, None
+    dnorm = None
+    if for_norm:
+        x_MK, weight_K, rstd_M = for_norm
+        dx, dweight_K = plan.quantizer.rms_norm_backward(dx, x_MK, weight_K, rstd_M)
+        dnorm = dweight_K.to(weight_K.dtype)
+    return dx.to(ctx.x_dtype).view(ctx.x_shape), dnorm
 
 
 def _like_input(y_MN: torch.Tensor, x: torch.Tensor, call: LinearCall) -> torch.Tensor:

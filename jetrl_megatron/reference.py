@@ -5,7 +5,7 @@ rounds once, so a row of the result does not depend on how many rows there are, 
 """
 
 # Shape suffixes: M rows of an activation, N and K rows and columns of a weight, R and C rows and columns of either,
-# Mb, Nb, Kb, Rb, Cb the same counted in blocks.
+# Mb, Nb, Kb, Rb, Cb the same counted in blocks; Mp rows padded to whole blocks.
 
 from __future__ import annotations
 
@@ -107,6 +107,12 @@ def quantize_activation(
     if amax is None:
         amax = block_amax(x_MK, recipe.activation_block)
     return encode(x_MK, activation_scale(amax, recipe), recipe.activation_block, recipe)
+
+
+def quantize_along_tokens(x_MC: torch.Tensor, recipe: Fp8BlockRecipe) -> BlockScaledTensor:
+    """x transposed, in groups along tokens, which are padded with zero to whole groups: [C, Mp]."""
+    missing = -x_MC.shape[0] % recipe.block
+    return quantize_activation(F.pad(x_MC, (0, 0, 0, missing)).t(), recipe)
 
 
 def gemm_nt(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:

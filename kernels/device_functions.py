@@ -7,30 +7,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from jetrl_megatron.recipe import Fp8BlockRecipe
 
-
-def activation_rule(recipe: Fp8BlockRecipe) -> dict[str, Any]:
-    """Constants of kernels that quantise activations or gradients."""
-    return {
-        "BLOCK": recipe.block,
-        "AMAX_FLOOR": recipe.activation_amax_floor,
-        "DIVISOR": recipe.element_max,
-        "SCALE_FLOOR": recipe.activation_scale_floor,
-        "ELEMENT_MAX": recipe.element_max,
-        "POWER_OF_TWO": recipe.scale_format == "ue8m0",
-    }
-
-
-def weight_rule(recipe: Fp8BlockRecipe) -> dict[str, Any]:
-    """Constants of kernels that quantise weights."""
-    power_of_two = recipe.scale_format == "ue8m0"
-    return {
-        **activation_rule(recipe),
-        "AMAX_FLOOR": recipe.weight_amax_floor,
-        "DIVISOR": recipe.ue8m0_weight_max if power_of_two else recipe.element_max,
-        "SCALE_FLOOR": 0.0,
-    }
+def constants(rule: dict[str, Any]) -> dict[str, Any]:
+    """A rule as the `constexpr` arguments of a kernel."""
+    return {name.upper(): value for name, value in rule.items()}
 
 
 @triton.jit

@@ -20,33 +20,19 @@ from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.tensor import BlockScaledTensor
 
 from .outputs import empty_along_tokens, empty_codes, empty_weight
+from .rules import activation_rule, weight_rule
 
 _C: Any = importlib.import_module("jetrl_megatron._C")
 
 
 @functools.lru_cache(maxsize=64)
 def _activation_rule(recipe: Fp8BlockRecipe) -> Any:
-    return _C.Recipe(
-        block=recipe.block,
-        element_max=recipe.element_max,
-        amax_floor=recipe.activation_amax_floor,
-        divisor=recipe.element_max,
-        scale_floor=recipe.activation_scale_floor,
-        power_of_two=recipe.scale_format == "ue8m0",
-    )
+    return _C.Recipe(**activation_rule(recipe))
 
 
 @functools.lru_cache(maxsize=64)
 def _weight_rule(recipe: Fp8BlockRecipe) -> Any:
-    power_of_two = recipe.scale_format == "ue8m0"
-    return _C.Recipe(
-        block=recipe.block,
-        element_max=recipe.element_max,
-        amax_floor=recipe.weight_amax_floor,
-        divisor=recipe.ue8m0_weight_max if power_of_two else recipe.element_max,
-        scale_floor=0.0,
-        power_of_two=power_of_two,
-    )
+    return _C.Recipe(**weight_rule(recipe))
 
 
 def quantize_both(x_MC: torch.Tensor, recipe: Fp8BlockRecipe) -> tuple[BlockScaledTensor, BlockScaledTensor]:

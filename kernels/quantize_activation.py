@@ -12,8 +12,9 @@ from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.reference import quantize_activation as quantize_activation_twin
 from jetrl_megatron.tensor import BlockScaledTensor
 
-from .device_functions import activation_rule, encode, quantize_groups, scale_of
+from .device_functions import constants, encode, quantize_groups, scale_of
 from .outputs import empty_codes, rows_contiguous
+from .rules import activation_rule
 
 __all__ = ["quantize_activation", "quantize_activation_twin"]
 
@@ -106,6 +107,6 @@ def quantize_activation(
         GROUPS=groups,
         HAS_AMAX=amax is not None,
         num_warps=num_warps,
-        **activation_rule(recipe),
+        **constants(activation_rule(recipe)),
     )
     return out

@@ -5,21 +5,17 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.reference import quantize_activation as reference_quantize
+from jetrl_megatron.reference import quantize_along_tokens as quantize_along_tokens_twin
 from jetrl_megatron.tensor import BlockScaledTensor
 
-from .device_functions import activation_rule, amax_bits, encode, scale_of
+from .device_functions import amax_bits, constants, encode, scale_of
 from .outputs import empty_along_tokens, empty_codes, rows_contiguous
-
-
-def quantize_along_tokens_twin(x_MC: torch.Tensor, recipe: Fp8BlockRecipe) -> BlockScaledTensor:
-    """Plain torch: pad, transpose, quantise."""
-    return reference_quantize(F.pad(x_MC, (0, 0, 0, -x_MC.shape[0] % recipe.block)).t(), recipe)
+from .rules import activation_rule
 
 
 def quantize_both_twin(x_MC: torch.Tensor, recipe: Fp8BlockRecipe) -> tuple[BlockScaledTensor, BlockScaledTensor]:
@@ -107,7 +103,7 @@ def _launch(
         columns.data.shape[1],
         ROWS=rows is not None,
         num_warps=num_warps,
-        **activation_rule(recipe),
+        **constants(activation_rule(recipe)),
     )
     return columns
 

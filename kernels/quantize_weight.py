@@ -14,8 +14,9 @@ from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.reference import quantize_weight as reference_quantize
 from jetrl_megatron.tensor import BlockScaledTensor
 
-from .device_functions import amax_bits, encode, scale_of, weight_rule
+from .device_functions import amax_bits, constants, encode, scale_of
 from .outputs import empty_weight, rows_contiguous
+from .rules import weight_rule
 
 
 def quantize_weight_twin(
@@ -77,7 +78,7 @@ def quantize_weight(
         w_NK.stride(0),
         HAS_AMAX=amax is not None,
         num_warps=num_warps,
-        **weight_rule(recipe),
+        **constants(weight_rule(recipe)),
     )
     return out, transposed
 

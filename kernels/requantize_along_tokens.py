@@ -7,16 +7,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from jetrl_megatron.reference import quantize_along_tokens as reference_quantize
 from jetrl_megatron.tensor import BlockScaledTensor
 
-from .device_functions import activation_rule
+from .device_functions import constants
 from .outputs import empty_along_tokens
-from .quantize_both import quantize_along_tokens_twin, store_along_tokens
+from .quantize_both import store_along_tokens
+from .rules import activation_rule
 
 
 def requantize_along_tokens_twin(codes: BlockScaledTensor) -> BlockScaledTensor:
     """Plain torch: dequantise, transpose, quantise."""
-    return quantize_along_tokens_twin(codes.dequantize(), codes.recipe)
+    return reference_quantize(codes.dequantize(), codes.recipe)
 
 
 @triton.jit
@@ -55,6 +57,6 @@ def requantize_along_tokens(codes: BlockScaledTensor, *, num_warps: int = 8) -> 
         columns.scale.stride(1),
         columns.data.shape[1],
         num_warps=num_warps,
-        **activation_rule(recipe),
+        **constants(activation_rule(recipe)),
     )
     return columns

@@ -18,9 +18,10 @@ from jetrl_megatron.reference import swiglu as swiglu_twin
 from jetrl_megatron.reference import swiglu_backward as swiglu_backward_twin
 from jetrl_megatron.tensor import BlockScaledTensor
 
-from .device_functions import activation_rule, quantize_groups
+from .device_functions import constants, quantize_groups
 from .outputs import empty_along_tokens, empty_codes
 from .quantize_both import quantize_both_twin, store_along_features, store_along_tokens
+from .rules import activation_rule
 
 __all__ = [
     "swiglu",
@@ -114,7 +115,7 @@ def _launch_forward(
         GROUPS=groups,
         num_warps=num_warps,
         enable_fp_fusion=False,
-        **activation_rule(recipe),
+        **constants(activation_rule(recipe)),
     )
 
 
@@ -191,7 +192,7 @@ def _launch_backward(
         QUANTIZE=quantize,
         num_warps=num_warps,
         enable_fp_fusion=False,
-        **activation_rule(recipe),
+        **constants(activation_rule(recipe)),
     )
 
 

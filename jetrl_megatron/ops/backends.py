@@ -12,11 +12,10 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from jetrl_megatron import reference
 from jetrl_megatron.recipe import Fp8BlockRecipe
-from jetrl_megatron.tensor import BlockScaledTensor, ceil_div
+from jetrl_megatron.tensor import BlockScaledTensor
 
 
 class Backend(Protocol):
@@ -94,12 +93,6 @@ class Gemm(Backend, Protocol):
         """Adds prepared [N, M] times prepared [K, M] transposed, both in groups of 1 x block, to float32 [N, K]."""
 
 
-def pad_tokens(x_MC: torch.Tensor, block: int) -> torch.Tensor:
-    """x with zero rows added up to a multiple of `block`."""
-    missing = ceil_div(x_MC.shape[0], block) * block - x_MC.shape[0]
-    return F.pad(x_MC, (0, 0, 0, missing)) if missing else x_MC
-
-
 class ReferenceQuantizer:
     """Plain torch (`jetrl_megatron.reference`), any device, any recipe."""
 
@@ -115,12 +108,10 @@ class ReferenceQuantizer:
         return reference.quantize_weight(w_NK, recipe, amax=amax), None
 
     activation = staticmethod(reference.quantize_activation)
+    along_tokens = staticmethod(reference.quantize_along_tokens)
 
     def both(self, x_MC: torch.Tensor, recipe: Fp8BlockRecipe) -> tuple[BlockScaledTensor, BlockScaledTensor]:
         return self.activation(x_MC, recipe), self.along_tokens(x_MC, recipe)
-
-    def along_tokens(self, x_MC: torch.Tensor, recipe: Fp8BlockRecipe) -> BlockScaledTensor:
-        return self.activation(pad_tokens(x_MC, recipe.block).t(), recipe)
 
     def requantize_along_tokens(self, codes: BlockScaledTensor) -> BlockScaledTensor:
         return self.along_tokens(codes.dequantize(), codes.recipe)

@@ -9,33 +9,13 @@ from types import ModuleType
 
 import torch
 
+from jetrl_megatron.ops.hopper import HopperGemm
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.tensor import BlockScaledTensor
 
 # Trainer and rollout must use one build. An installed deep_gemm is what vLLM takes first as well.
 _HOMES = ("deep_gemm", "vllm.third_party.deep_gemm")
-_BLOCK = 128
-_ALIGNMENT = 16
-"""Bytes: what TMA asks of a row's length."""
-
 _FEWEST_ROWS = 8
-
-HOPPER = (9, 0)
-
-
-def is_hopper(device: torch.device) -> bool:
-    """Whether the device is a GPU of compute capability 9.0 (H100, H200)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
-
-
-def hopper_refusal(device: torch.device) -> str | None:
-    """None on a Hopper GPU, else what the device is."""
-    if device.type != "cuda":
-        return f"it needs a Hopper GPU, not {device.type}"
-    if not is_hopper(device):
-        major, minor = torch.cuda.get_device_capability(device)
-        return f"it needs a Hopper GPU (9.0); {torch.cuda.get_device_name(device)} is {major}.{minor}"
-    return None
 
 
 @functools.cache
@@ -57,30 +37,13 @@ def find_deep_gemm() -> tuple[ModuleType | None, str]:
     return None, "; ".join(reasons)
 
 
-def check_alignment(operand: BlockScaledTensor) -> BlockScaledTensor:
-    """The operand itself.
-
-    Raises:
-        ValueError: a row of codes is no multiple of 16 bytes long.
-    """
-    columns = operand.shape[1]
-    if columns % _ALIGNMENT:
-        raise ValueError(
-            f"an FP8 GEMM contracts over {columns} elements, which is no multiple of {_ALIGNMENT}: pad the layer, or "
-            "put it into the recipe's ignore list"
-        )
-    return operand
-
-
-class DeepGemm:
+class DeepGemm(HopperGemm):
     """DeepGEMM's `fp8_gemm_nt`: with a weight into BF16 ("1D2D"), along tokens into FP32 ("1D1D")."""
 
     name = "deep_gemm"
 
     def refusal(self, recipe: Fp8BlockRecipe, device: torch.device) -> str | None:
-        if recipe.block != _BLOCK:
-            return f"its scales cover {_BLOCK} elements, the recipe's {recipe.block}"
-        reason = hopper_refusal(device)
+        reason = super().refusal(recipe, device)
         if reason is not None:
             return reason
         module, where = find_deep_gemm()
@@ -89,12 +52,6 @@ class DeepGemm:
     def origin(self) -> str:
         """Which package the kernels come from."""
         return find_deep_gemm()[1]
-
-    def prepare(self, operand: BlockScaledTensor) -> BlockScaledTensor:
-        return check_alignment(operand)
-
-    def prepare_transposed(self, operand: BlockScaledTensor, prepared: BlockScaledTensor) -> BlockScaledTensor:
-        return check_alignment(operand.t())
 
     def nt(self, a: BlockScaledTensor, b: BlockScaledTensor) -> torch.Tensor:
         rows = a.shape[0]
@@ -106,7 +63,7 @@ class DeepGemm:
 
     def accumulate_nt(self, a: BlockScaledTensor, b: BlockScaledTensor, out_NK: torch.Tensor) -> None:
         _module().fp8_gemm_nt(
-            (a.data, a.scale), (b.data, b.scale), out_NK, c=out_NK, recipe=(1, 1, _BLOCK), disable_ue8m0_cast=True
+            (a.data, a.scale), (b.data, b.scale), out_NK, c=out_NK, recipe=(1, 1, a.block[1]), disable_ue8m0_cast=True
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from jetrl_megatron.ops.deep_gemm import hopper_refusal
+from jetrl_megatron.ops.hopper import hopper_refusal
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.tensor import BlockScaledTensor
 
@@ -157,5 +157,5 @@ class CudaQuantizer(TritonQuantizer):
 
 def bf16_rows(x: torch.Tensor) -> torch.Tensor:
     """The matrix in BF16 with contiguous rows; itself where it is so already."""
-    x = x.to(torch.bfloat16)
-    return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
+    rows: torch.Tensor = _kernel("outputs").rows_contiguous(x.to(torch.bfloat16))
+    return rows

@@ -5,28 +5,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from jetrl_megatron.ops.deep_gemm import check_alignment, hopper_refusal
-from jetrl_megatron.recipe import Fp8BlockRecipe
+from jetrl_megatron.ops.hopper import HopperGemm
 from jetrl_megatron.tensor import BlockScaledTensor
 
-_BLOCK = 128
 
-
-class ScaledMm:
+class ScaledMm(HopperGemm):
     """`torch.nn.functional.scaled_mm` with BlockWise1x128 against BlockWise128x128."""
 
     name = "scaled_mm"
-
-    def refusal(self, recipe: Fp8BlockRecipe, device: torch.device) -> str | None:
-        if recipe.block != _BLOCK:
-            return f"its scales cover {_BLOCK} elements, the recipe's {recipe.block}"
-        return hopper_refusal(device)
-
-    def prepare(self, operand: BlockScaledTensor) -> BlockScaledTensor:
-        return check_alignment(operand)
-
-    def prepare_transposed(self, operand: BlockScaledTensor, prepared: BlockScaledTensor) -> BlockScaledTensor:
-        return check_alignment(operand.t())
 
     def nt(self, a: BlockScaledTensor, b: BlockScaledTensor) -> torch.Tensor:
         return self._product(a, b, torch.bfloat16)

@@ -1,22 +1,9 @@
-"""Everything here needs a Hopper GPU; elsewhere it is skipped, with the reason."""
-
-from pathlib import Path
+"""What GPU tests share; the folder is marked and skipped by the conftest above."""
 
 import pytest
 import torch
 
-from jetrl_megatron.ops.deep_gemm import hopper_refusal
-
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = hopper_refusal(DEVICE)
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.gpu)
-            if reason is not None:
-                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture

@@ -123,6 +123,8 @@ def test_linear_never_waits_for_the_gpu(device):
         call.plan.quantize_weight(call.weight)
         block_fp8_swiglu_mlp(x, call, second).backward(dz)
         block_fp8_linear(block_fp8_linear(x, second), second).backward(dz)
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            dz.sum().item()  # what would have been seen
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

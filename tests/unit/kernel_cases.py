@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from jetrl_megatron.kernels import device_functions
+from jetrl_megatron.kernels import device_functions, rules
 from jetrl_megatron.kernels import quantize_activation as activation_kernel
 from jetrl_megatron.kernels import quantize_both as both_kernel
 from jetrl_megatron.kernels import quantize_weight as weight_kernel
@@ -227,7 +227,7 @@ def rule(recipe: Fp8BlockRecipe, of_weights: bool) -> None:
     amax = torch.cat([every_bf16().float().abs(), amax])
     x = amax * (torch.rand(amax.shape, generator=generator) * 2.2 - 1.1)
     scale, codes = torch.empty_like(amax), torch.empty(amax.shape, dtype=torch.float8_e4m3fn)
-    constants = (device_functions.weight_rule if of_weights else device_functions.activation_rule)(recipe)
+    constants = device_functions.constants((rules.weight_rule if of_weights else rules.activation_rule)(recipe))
     _rule_kernel[(1,)](amax, x, scale, codes, SIZE=amax.numel(), **constants)
     expected = (weight_scale if of_weights else activation_scale)(amax, recipe)
     assert_same("scale", scale, expected)

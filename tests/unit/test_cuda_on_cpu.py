@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import runpy
 import shutil
+from typing import Any
 
 import pytest
-import setuptools
 import torch
 
 from jetrl_megatron import JETRL_FP8, BlockScaledTensor, Fp8BlockRecipe, reference
+from jetrl_megatron.kernels.rules import activation_rule, weight_rule
 from jetrl_megatron.ops.backends import ReferenceQuantizer
 from jetrl_megatron.tensor import ceil_div
-from tests.unit.cuda_on_cpu import HEADERS, ROOT, Codes, ScaleRule, build, host_source
+from tests.unit.cuda_on_cpu import Codes, ScaleRule, build, host_source
 
 REFERENCE = ReferenceQuantizer()
 RECIPES = {"ue8m0": JETRL_FP8, "fp32": Fp8BlockRecipe(scale_format="fp32")}
@@ -22,15 +22,10 @@ GUARD = 64
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory) -> ctypes.CDLL:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setuptools, "setup", lambda **_: None)
-        toolkit = runpy.run_path(str(ROOT / "setup.py"))["find_toolkit"]()
-    if toolkit is None or not all((toolkit / "include" / name).exists() for name in HEADERS):
-        pytest.skip("the headers of a CUDA toolkit were not found")
+def kernels(cuda_toolkit, tmp_path_factory) -> ctypes.CDLL:
     if shutil.which("g++") is None:
         pytest.skip("g++ was not found")
-    return build(toolkit / "include", tmp_path_factory.mktemp("cuda_on_cpu"))
+    return build(cuda_toolkit / "include", tmp_path_factory.mktemp("cuda_on_cpu"))
 
 
 @pytest.fixture(params=RECIPES)
@@ -63,15 +58,12 @@ class Output:
 NOTHING = Codes(None, None, 0)
 
 
+def scale_rule(fields: dict[str, Any]) -> ScaleRule:
+    return ScaleRule(*(fields[name] for name in ("amax_floor", "divisor", "scale_floor", "power_of_two")))
+
+
 def rule(recipe: Fp8BlockRecipe) -> ScaleRule:
-    power_of_two = recipe.scale_format == "ue8m0"
-    return ScaleRule(recipe.activation_amax_floor, recipe.element_max, recipe.activation_scale_floor, power_of_two)
-
-
-def weight_rule(recipe: Fp8BlockRecipe) -> ScaleRule:
-    power_of_two = recipe.scale_format == "ue8m0"
-    divisor = recipe.ue8m0_weight_max if power_of_two else recipe.element_max
-    return ScaleRule(recipe.weight_amax_floor, divisor, 0.0, power_of_two)
+    return scale_rule(activation_rule(recipe))
 
 
 def pointer(x: torch.Tensor | None) -> ctypes.c_void_p:
@@ -174,7 +166,14 @@ def test_quantize_weight_exact(kernels, recipe, shape):
             scale = torch.full((*tiles,), -7.0)
             outputs = map(pointer, (codes, transposed, scale))
             kernels.quantize_weight(
-                pointer(w), long(w.stride(0)), pointer(amax), *outputs, n, k, weight_rule(recipe), vectorized
+                pointer(w),
+                long(w.stride(0)),
+                pointer(amax),
+                *outputs,
+                n,
+                k,
+                scale_rule(weight_rule(recipe)),
+                vectorized,
             )
             assert (codes[n * k :] == 0xA5).all() and (transposed[n * k :] == 0xA5).all()
             expected = reference.quantize_weight(w, recipe, amax=amax)

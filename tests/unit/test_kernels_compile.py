@@ -9,7 +9,7 @@ from tests.unit.kernels_on_cpu import launch
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, str | None]:
     out = tmp_path_factory.mktemp("kernels") / "results.json"
-    return launch("tests.unit.kernel_compile_cases", out, interpret=False)
+    return launch("tests.unit.kernel_compile_cases", out)
 
 
 @pytest.mark.parametrize("case", CASES)

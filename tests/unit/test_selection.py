@@ -6,7 +6,7 @@ import torch
 from jetrl_megatron import JETRL_FP8, Fp8BlockRecipe
 from jetrl_megatron.cli import main
 from jetrl_megatron.ops import GEMMS, QUANTIZERS, select_gemm, select_quantizer
-from jetrl_megatron.ops.deep_gemm import check_alignment
+from jetrl_megatron.ops.hopper import check_alignment
 from jetrl_megatron.reference import quantize_activation
 
 CPU = torch.device("cpu")

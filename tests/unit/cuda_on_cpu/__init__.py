@@ -14,7 +14,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
-HEADERS = ("cuda_runtime.h", "cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h")
 
 _LAUNCH = re.compile(r"(\w+(?:<[^;{}]*?>)?)\s*<<<(.*?)>>>\((.*?)\);", re.S)
 # Instructions that the sources name, and what a host computes instead.
