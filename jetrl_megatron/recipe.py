@@ -25,6 +25,21 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "saved_activation": ("fp8", "bf16"),
     "wgrad_gradient_source": ("bf16", "fp8"),
 }
+VLLM_CONFIG_KEY = "jetrl"
+"""Key of vLLM's `additional_config` under which an engine is told its recipe, and so to run the plugin's operators."""
+VLLM_PROVIDER = "jetrl"
+"""Name of the plugin's implementations of vLLM's IR operators."""
+_VLLM_FUSIONS = (
+    "fuse_norm_quant",
+    "fuse_act_quant",
+    "fuse_attn_quant",
+    "fuse_allreduce_rms",
+    "fuse_gemm_comms",
+    "enable_sp",
+    "enable_qk_norm_rope_fusion",
+    "fuse_rope_kvcache",
+    "fuse_qk_norm_rope_kvcache",
+)
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 
@@ -197,9 +212,35 @@ class Fp8BlockRecipe:
     def to_vllm_env(self) -> dict[str, str]:
         """Environment of a vLLM process that serves this recipe.
 
-        `VLLM_USE_DEEP_GEMM_E8M0` on: vLLM rounds activation scales, and requantises weights, to powers of two.
+        `VLLM_USE_DEEP_GEMM_E8M0` on: vLLM rounds activation scales, and requantises weights, to powers of two. The V2 model
+        runner is the one whose log-probs training reproduces.
         """
-        return {"VLLM_USE_DEEP_GEMM_E8M0": "1" if self.scale_format == "ue8m0" else "0"}
+        return {
+            "VLLM_USE_DEEP_GEMM": "1",
+            "VLLM_USE_V2_MODEL_RUNNER": "1",
+            "VLLM_USE_DEEP_GEMM_E8M0": "1" if self.scale_format == "ue8m0" else "0",
+        }
+
+    def to_vllm_engine_args(self) -> dict[str, Any]:
+        """Arguments of `vllm.LLM` (0.26, a Hopper GPU) for a rollout with training's numbers, next to `to_vllm_env()`.
+
+        Compiled and with CUDA graphs, as by default. The plugin's operators are on ("jetrl", "CUSTOM"), and off is what
+        would change bits: fusions that quantise by another rule, split-KV and cascade attention, other GEMMs, a
+        quantised KV cache. Merge your own `compilation_config` into this one instead of replacing it.
+        """
+        return {
+            "dtype": "bfloat16",
+            "kv_cache_dtype": "auto",
+            "attention_backend": "CUSTOM",
+            "disable_cascade_attn": True,
+            "linear_backend": "deep_gemm",
+            "ir_op_priority": {"rms_norm": [VLLM_PROVIDER], "fused_add_rms_norm": [VLLM_PROVIDER]},
+            "compilation_config": {
+                "custom_ops": ["none", "+quant_fp8", "+rotary_embedding", "+silu_and_mul"],
+                "pass_config": dict.fromkeys(_VLLM_FUSIONS, False),
+            },
+            "additional_config": {VLLM_CONFIG_KEY: self.to_stamp()},
+        }
 
 
 JETRL_FP8 = Fp8BlockRecipe()

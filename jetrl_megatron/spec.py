@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.core.extensions import transformer_engine as te
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexer
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -25,9 +27,12 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from jetrl_megatron.layers import (
     Fp8LinearMixin,
     JetRLColumnParallelLinear,
+    JetRLFlashAttention,
     JetRLLayerNormColumnParallelLinear,
     JetRLMLP,
+    JetRLRMSNorm,
     JetRLRowParallelLinear,
+    JetRLSelfAttention,
 )
 from jetrl_megatron.recipe import JETRL_FP8, Fp8BlockRecipe
 
@@ -53,21 +58,32 @@ def _stand_ins() -> list[tuple[object, type]]:
     return [(te.TENorm, WrappedTorchNorm), (te.TEDotProductAttention, DotProductAttention)]
 
 
+def _parity_classes() -> list[tuple[object, type]]:
+    """Operators around the linears with the rollout's bytes, for Megatron's and TransformerEngine's."""
+    norms = (te.TENorm, WrappedTorchNorm, FusedLayerNorm)
+    cores = (te.TEDotProductAttention, DotProductAttention)
+    return [
+        *((norm, JetRLRMSNorm) for norm in norms),
+        *((core, JetRLFlashAttention) for core in cores),
+        (SelfAttention, JetRLSelfAttention),
+    ]
+
+
 class _Swap:
     """A pure, recursive transformation of spec trees: returns new specs and leaves the given ones alone."""
 
-    def __init__(self, recipe: Fp8BlockRecipe) -> None:
+    def __init__(self, recipe: Fp8BlockRecipe, *, parity: bool = False) -> None:
         self._recipe = recipe
         self._named = bool(recipe.ignore or recipe.num_layers_at_start_in_bf16 or recipe.num_layers_at_end_in_bf16)
         self._fp8 = _fp8_classes()
-        self._stand_ins = _stand_ins()
+        self._others = _parity_classes() if parity else _stand_ins()
 
     def __call__(self, spec: Any) -> Any:
         # Compared by identity: without TransformerEngine its classes are placeholder objects, not types.
         for old, new in self._fp8:
             if spec is old:
                 return self._with_recipe(new)
-        for old, new in self._stand_ins:
+        for old, new in self._others:
             if spec is old:
                 return new
         if isinstance(spec, types.MethodType) and spec.__self__ is MLP:
@@ -137,7 +153,7 @@ def named_layer(layer: type) -> type:
     return type(layer.__name__, (_NamesItsLinears, layer), {"__module__": __name__, "__doc__": layer.__doc__})
 
 
-def jetrl_spec(spec: Any, recipe: Fp8BlockRecipe = JETRL_FP8) -> Any:
+def jetrl_spec(spec: Any, recipe: Fp8BlockRecipe = JETRL_FP8, *, parity: bool = False) -> Any:
     """The same spec with FP8 linears.
 
     Column- and RowParallelLinear, Megatron's own or TransformerEngine's, become JetRL's, wherever they stand in the
@@ -146,9 +162,14 @@ def jetrl_spec(spec: Any, recipe: Fp8BlockRecipe = JETRL_FP8) -> Any:
     multi-token-prediction projection, Mamba and gated-delta-net mixers, embeddings and the output layer stay. Where
     TransformerEngine is not installed, its norm and attention placeholders become Megatron's own modules.
 
+    With `parity`, norms, RoPE and attention become operators whose forward gives vLLM's bytes (`JetRLRMSNorm`,
+    `JetRLSelfAttention`, `JetRLFlashAttention`), where the rollout runs with `recipe.to_vllm_engine_args()`. Final norm
+    and output layer are no part of a layer spec: `use_parity_output_layer(model)` swaps those.
+
     Args:
         spec: ModuleSpec, a submodules dataclass, functools.partial, list, or class. Not modified.
         recipe: how to quantise, and which linears stay BF16.
+        parity: swap the operators around the linears too. They need a Hopper GPU and vLLM's FlashAttention 3.
 
     Returns:
         a spec of the same kind.
@@ -156,7 +177,7 @@ def jetrl_spec(spec: Any, recipe: Fp8BlockRecipe = JETRL_FP8) -> Any:
     Raises:
         ValueError: nothing in the spec is a linear that can be swapped.
     """
-    swapped = _Swap(recipe)(spec)
+    swapped = _Swap(recipe, parity=parity)(spec)
     if not _holds_fp8_linear(swapped):
         raise ValueError(
             f"spec={spec!r} holds no Column- or RowParallelLinear to swap: pass a layer spec or a block spec with its "
@@ -225,9 +246,11 @@ class JetRLSpecProvider(LocalSpecProvider):
         return functools.partial(SequentialMLP, submodules=submodules)
 
 
-def get_gpt_layer_jetrl_spec(*args: Any, recipe: Fp8BlockRecipe = JETRL_FP8, **kwargs: Any) -> ModuleSpec:
-    """`get_gpt_layer_local_spec` with FP8 linears: the same arguments and `recipe`."""
-    spec: ModuleSpec = jetrl_spec(get_gpt_layer_local_spec(*args, **kwargs), recipe)
+def get_gpt_layer_jetrl_spec(
+    *args: Any, recipe: Fp8BlockRecipe = JETRL_FP8, parity: bool = False, **kwargs: Any
+) -> ModuleSpec:
+    """`get_gpt_layer_local_spec` with FP8 linears: the same arguments, `recipe` and `parity` of `jetrl_spec`."""
+    spec: ModuleSpec = jetrl_spec(get_gpt_layer_local_spec(*args, **kwargs), recipe, parity=parity)
     return spec
 
 

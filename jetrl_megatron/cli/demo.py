@@ -28,9 +28,9 @@ def register(subcommands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the demo and prints its report."""
-    from jetrl_megatron.demo.child import ChildError
     from jetrl_megatron.demo.options import DemoOptions
     from jetrl_megatron.demo.run import run_demo
+    from jetrl_megatron.verify.child import ChildError
 
     options = DemoOptions(steps=arguments.steps, tp=arguments.tp, pp=arguments.pp, seed=arguments.seed)
     try:

@@ -33,6 +33,8 @@ _JETRL_MODULE_TYPES = {
     "JetRLRowParallelLinear": "row",
     # Bridge sends a fused class's layer_norm_weight to the replicated mapping by the class name's ending.
     "JetRLLayerNormColumnParallelLinear": "column",
+    "JetRLOutputLayer": "column",
+    "JetRLRMSNorm": "replicated",
 }
 _HARMLESS_WARNINGS = (
     "Transformer Engine and Apex are not installed",

@@ -6,19 +6,16 @@ worker and writes the rank's pieces to a file; `join_pieces` reads the files of 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from jetrl_megatron.tensor import ceil_div
-
-if TYPE_CHECKING:
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from jetrl_megatron.verify.probe import EngineProbe, fp8_linears
 
 WORKER_EXTENSION = f"{__name__}.LoadedWeights"
 """Value of vLLM's `worker_extension_cls`."""
@@ -44,32 +41,18 @@ class Cut:
     count: int
 
 
-class LoadedWeights:
+class LoadedWeights(EngineProbe):
     """Methods that vLLM mixes into its worker class; call them through `collective_rpc`."""
-
-    model_runner: GPUModelRunner
-    rank: int
-
-    def jetrl_fp8_operators(self) -> dict[str, int]:
-        """How many FP8 linears of this rank run each kernel class."""
-        layers = _fp8_linears(self.model_runner.get_model())
-        return dict(Counter(type(layer.quant_method.fp8_linear).__name__ for _, layer in layers))
 
     def jetrl_write_pieces(self, folder: str) -> None:
         """Writes this rank's codes (as uint8) and scales to a file of its own in `folder`."""
         model = self.model_runner.get_model()
         packed = getattr(model, "packed_modules_mapping", {})
         pieces = {}
-        for name, layer in _fp8_linears(model):
+        for name, layer in fp8_linears(model):
             for cut in cuts(name, layer, packed):
                 pieces.update(_pieces(cut, layer))
         save_file(pieces, Path(folder) / _FILE.format(self.rank))
-
-
-def _fp8_linears(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, layer in model.named_modules():
-        if hasattr(getattr(layer, "quant_method", None), "fp8_linear"):
-            yield name, layer
 
 
 def cuts(name: str, layer: Any, packed: dict[str, list[str]]) -> Iterator[Cut]:

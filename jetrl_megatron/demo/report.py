@@ -1,7 +1,5 @@
 """What `jetrl demo` found out: report.json, report.md and report.png."""
 
-# Shape suffixes: B sequences, T token positions.
-
 from __future__ import annotations
 
 import dataclasses
@@ -10,11 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from jetrl_megatron.demo.scales import Comparison
-from jetrl_megatron.precision_flow import Mismatch, abs_dlogp_by_position, mismatch
 from jetrl_megatron.recipe import Fp8BlockRecipe
+from jetrl_megatron.verify.logprobs import LogProbs, markdown_table, windows
 
 QUESTION = "What is the capital of France?"
 """What the trained model is asked, through its chat template, greedily."""
@@ -28,51 +24,8 @@ PAIRINGS = {
 """Keys of `DemoReport.logprobs`, with their titles: which forward scored the tokens, and which engine drew them."""
 
 _SHOWN = ("tokens", "tokens_differing", "gen_kl_error", "token_mult_prob_error", "max_abs_dlogp")
+_SCALE_HEAD = ("pair", "matrices", "scales", "codes", "equal")
 _WINDOW = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class LogProbs:
-    """Log-probs of the same generated tokens: `rollout` by the engine that drew them, `train` by a training forward.
-
-    Attributes:
-        rollout, train: float [B, T]; column t is the t-th generated token.
-        mask: bool [B, T], false after the end of a sequence.
-    """
-
-    rollout: torch.Tensor
-    train: torch.Tensor
-    mask: torch.Tensor
-
-    @classmethod
-    def of(cls, rollout: Sequence[Sequence[float]], train: Sequence[Sequence[float]]) -> LogProbs:
-        """Pads sequences of different lengths.
-
-        Raises:
-            ValueError: the two sides do not hold the same number of tokens.
-        """
-        lengths = [len(sequence) for sequence in rollout]
-        if lengths != [len(sequence) for sequence in train]:
-            raise ValueError(f"{lengths} log-probs from the rollout, {[len(s) for s in train]} from training")
-        mask_BT = torch.arange(max(lengths, default=0)) < torch.tensor(lengths)[:, None]
-        return cls(_padded(rollout, mask_BT), _padded(train, mask_BT), mask_BT)
-
-    @property
-    def mismatch(self) -> Mismatch:
-        """The metrics over all tokens."""
-        return mismatch(self.rollout, self.train, self.mask)
-
-    def by_position(self) -> tuple[list[float], list[int]]:
-        """Mean |dlogp| and number of tokens for each token position."""
-        mean_T, count_T = abs_dlogp_by_position(self.rollout, self.train, self.mask)
-        return mean_T.tolist(), count_T.tolist()
-
-
-def _padded(sequences: Sequence[Sequence[float]], mask_BT: torch.Tensor) -> torch.Tensor:
-    values_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
-    flat = [value for sequence in sequences for value in sequence]
-    values_BT[mask_BT] = torch.tensor(flat, dtype=torch.float64)
-    return values_BT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,12 +81,15 @@ class DemoReport:
         """report.md."""
         sections = (
             ("# jetrl demo", [self._verdict(), "![loss and mismatch](report.png)"]),
-            ("## Scales and codes", [_table(("pair", "matrices", "scales", "codes", "equal"), self._scale_rows())]),
-            ("## Mismatch", [_table(("", *_SHOWN), self._mismatch_rows()), self._mismatch_notes()]),
-            ("## Training", [_table(("step", "loss"), [[i, f"{x:.4f}"] for i, x in enumerate(self.loss)])]),
-            ("## Answers", [_table(("rollout", "answer"), self._answer_rows())]),
-            ("## Seconds", [_table(("phase", "seconds"), self._second_rows())]),
-            ("## Setting", [_table(("", ""), self._setting_rows())]),
+            (
+                "## Scales and codes",
+                [markdown_table(("pair", "matrices", "scales", "codes", "equal"), self._scale_rows())],
+            ),
+            ("## Mismatch", [markdown_table(("", *_SHOWN), self._mismatch_rows()), self._mismatch_notes()]),
+            ("## Training", [markdown_table(("step", "loss"), [[i, f"{x:.4f}"] for i, x in enumerate(self.loss)])]),
+            ("## Answers", [markdown_table(("rollout", "answer"), self._answer_rows())]),
+            ("## Seconds", [markdown_table(("phase", "seconds"), self._second_rows())]),
+            ("## Setting", [markdown_table(("", ""), self._setting_rows())]),
         )
         return "\n\n".join(part for title, parts in sections for part in (title, *parts)) + "\n"
 
@@ -190,11 +146,6 @@ def _number(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.4g}"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
 def _plot(report: DemoReport, path: Path) -> None:
     from matplotlib.figure import Figure
 
@@ -203,7 +154,7 @@ def _plot(report: DemoReport, path: Path) -> None:
     loss_axes.plot(range(len(report.loss)), report.loss, marker="o")
     loss_axes.set(title="FP8 training", xlabel="step", ylabel="loss over the answers")
     for key, logprobs in report.logprobs.items():
-        position, mean = _windows(*logprobs.by_position())
+        position, mean = windows(*logprobs.by_position(), _WINDOW)
         mismatch_axes.plot(position, mean, marker=".", label=PAIRINGS[key])
     mismatch_axes.set(
         title="Training against rollout",
@@ -214,16 +165,3 @@ def _plot(report: DemoReport, path: Path) -> None:
     if report.logprobs:
         mismatch_axes.legend()
     figure.savefig(path, dpi=120)
-
-
-def _windows(mean: Sequence[float], tokens: Sequence[int]) -> tuple[list[float], list[float]]:
-    """Token-weighted means over windows of positions; a window without tokens is left out."""
-    centres, means = [], []
-    for start in range(0, len(mean), _WINDOW):
-        count = sum(tokens[start : start + _WINDOW])
-        if not count:
-            continue
-        total = sum(m * n for m, n in zip(mean[start : start + _WINDOW], tokens[start : start + _WINDOW], strict=True))
-        centres.append(start + (min(_WINDOW, len(mean) - start) - 1) / 2)
-        means.append(total / count)
-    return centres, means

@@ -3,7 +3,7 @@
 Runs on every rank of two, in a process that has not seen the training: everything comes from the checkpoint.
 """
 
-# Shape suffixes: S token positions, V vocabulary.
+# Shape suffixes: S token positions.
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from jetrl_megatron.demo.model import causal_mask, gpt_model, initialize_groups, load_checkpoint
 from jetrl_megatron.demo.options import DemoFolder, layout_label
-from jetrl_megatron.demo.progress import report_progress
 from jetrl_megatron.demo.scales import write_layers
 from jetrl_megatron.integrations.megatron_bridge import build_model
 from jetrl_megatron.recipe import JETRL_FP8, Fp8BlockRecipe
+from jetrl_megatron.verify.forward import score_pack
+from jetrl_megatron.verify.model import gpt_model, initialize_groups, load_checkpoint
+from jetrl_megatron.verify.progress import report_progress
 
 LAYOUTS = ((2, 1), (1, 2), (1, 1))
 """(tensor, pipeline) parallel sizes; the last one scores, and spreads the sequences over the ranks."""
@@ -39,8 +40,9 @@ def rescore(folder: DemoFolder) -> None:
         model = load(folder, tp, pp, JETRL_FP8)
         if parallel_state.get_data_parallel_rank() == 0:
             write_layers(gpt_model(model).decoder.layers, folder.layer_scales(layout_label(tp, pp)), dist.get_rank())
-    score(model, read_rollouts(folder, SCORED["fp8"]), folder.rescored("fp8"))
-    score(load(folder, 1, 1, None), read_rollouts(folder, SCORED["bf16"]), folder.rescored("bf16"))
+    vocabulary = json.loads((folder.model / "config.json").read_text())["vocab_size"]
+    score(model, read_rollouts(folder, SCORED["fp8"]), folder.rescored("fp8"), vocabulary)
+    score(load(folder, 1, 1, None), read_rollouts(folder, SCORED["bf16"]), folder.rescored("bf16"), vocabulary)
 
 
 def load(folder: DemoFolder, tp: int, pp: int, recipe: Fp8BlockRecipe | None) -> list[Any]:
@@ -62,7 +64,7 @@ def read_rollouts(folder: DemoFolder, names: Sequence[str]) -> dict[str, Sequenc
     return {name: json.loads(folder.rollout_result(name).read_text())["sequences"] for name in names}
 
 
-def score(model: Sequence[Any], rollouts: dict[str, Sequences], path: Path) -> None:
+def score(model: Sequence[Any], rollouts: dict[str, Sequences], path: Path, vocabulary: int) -> None:
     """Writes, per rollout, the log-prob of each generated token: rank 0, after all ranks did their part."""
     module = gpt_model(model).eval()
     jobs = [(name, index) for name, sequences in rollouts.items() for index in range(len(sequences))]
@@ -70,7 +72,8 @@ def score(model: Sequence[Any], rollouts: dict[str, Sequences], path: Path) -> N
     scored = {}
     for done, (name, index) in enumerate(mine):
         sequence = rollouts[name][index]
-        scored[name, index] = output_logprobs(module, sequence["prompt"], sequence["output"]).tolist()
+        ids_S = torch.tensor([*sequence["prompt"], *sequence["output"]])
+        scored[name, index] = score_pack(module, [(ids_S, len(sequence["prompt"]))], vocabulary).tolist()
         if dist.get_rank() == 0:
             report_progress(done + 1, len(mine), path.stem)
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -79,17 +82,3 @@ def score(model: Sequence[Any], rollouts: dict[str, Sequences], path: Path) -> N
         everything = {job: logprobs for part in gathered for job, logprobs in part.items()}
         result = {name: [everything[name, i] for i in range(len(rollouts[name]))] for name in rollouts}
         path.write_text(json.dumps(result))
-
-
-@torch.no_grad()
-def output_logprobs(module: Any, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
-    """Log-probs of the output tokens, as an engine records them: float32 log-softmax of BF16 logits, temperature 1.
-
-    Returns:
-        float32 [len(output)].
-    """
-    ids_S = torch.tensor([*prompt, *output])
-    length = len(ids_S)
-    logits_SV: torch.Tensor = module(ids_S[None], torch.arange(length)[None], causal_mask(length))[0]
-    chosen = logits_SV[len(prompt) - 1 : -1].float().log_softmax(-1)
-    return chosen.gather(1, torch.tensor(output)[:, None])[:, 0]

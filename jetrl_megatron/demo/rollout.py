@@ -7,10 +7,8 @@ until the process ends. The request holds the fields of `RolloutRequest`; the re
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -20,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 from safetensors.torch import save_file
 
 from jetrl_megatron.demo import loaded_weights
+from jetrl_megatron.verify.engine import CPU_OPERATOR, checked_operators, require_plugin, sequences_of
+from jetrl_megatron.verify.environment import cpu_engine_environment, request_paths, restart_with
+from jetrl_megatron.verify.rollouts import ScoredSequence
 
 if TYPE_CHECKING:
     from vllm import LLM
-    from vllm.outputs import RequestOutput
 
-_OPERATOR = "W8A8BlockLinear"
-_KV_CACHE_GIB = 1
-_THREADS_PER_RANK = 8
 _CHAT_PROMPT_TOKENS = 256
 
 
@@ -86,39 +83,8 @@ class RolloutRequest:
         return cls(**{**fields, "prompts": prompts, "chat": tuple(fields.get("chat", ()))})
 
 
-def engine_environment(ranks: int) -> dict[str, str]:
-    """Environment of a quiet offline vLLM engine on the CPUs that this process may use, split evenly over the ranks.
-
-    Waiting threads sleep, so that a busy machine is not slowed down further. Attention does not split the KV cache,
-    which would make a long context's numbers depend on the batch. No torch.compile: vLLM uses it for a trifle even in
-    eager mode, which takes longer than a short rollout and needs a compiler. One rank serves in this process instead
-    of in two more, each of which would import vLLM again.
-    """
-    cpus = sorted(os.sched_getaffinity(0))
-    each = min(max(len(cpus) // ranks, 1), _THREADS_PER_RANK)
-    bind = "|".join(
-        ",".join(str(cpus[(rank * each + thread) % len(cpus)]) for thread in range(each)) for rank in range(ranks)
-    )
-    return {
-        "VLLM_CPU_KVCACHE_SPACE": str(_KV_CACHE_GIB),
-        "VLLM_CPU_OMP_THREADS_BIND": bind,
-        "OMP_NUM_THREADS": str(each),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "VLLM_CPU_ATTN_SPLIT_KV": "0",
-        "TORCHDYNAMO_DISABLE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-
-
 def serve(request: RolloutRequest) -> dict[str, Any]:
-    """Serves a request in this process, whose environment must hold `engine_environment`.
+    """Serves a request in this process, whose environment must hold `cpu_engine_environment`.
 
     Returns:
         What was asked for, ready for JSON:
@@ -131,10 +97,11 @@ def serve(request: RolloutRequest) -> dict[str, Any]:
     Raises:
         RuntimeError: FP8 linears run, or would run, another operator than the plugin's.
     """
-    _require_plugin()
+    require_plugin()
     started = time.perf_counter()
     engine = _engine(request)
-    result: dict[str, Any] = {"operators": _operators(engine), "start_seconds": time.perf_counter() - started}
+    operators = checked_operators(engine, CPU_OPERATOR)
+    result: dict[str, Any] = {"operators": operators, "start_seconds": time.perf_counter() - started}
     if request.prompts:
         result.update(_generate(engine, request))
     if request.chat:
@@ -142,14 +109,6 @@ def serve(request: RolloutRequest) -> dict[str, Any]:
     if request.fp8_weights:
         _write_weights(engine, Path(request.fp8_weights))
     return result
-
-
-def _require_plugin() -> None:
-    if "jetrl_megatron" not in importlib.metadata.entry_points(group="vllm.general_plugins").names:
-        raise RuntimeError(
-            "vLLM would not find the plugin jetrl_megatron: its entry point is not installed; run pip install -e . in "
-            "the project's folder"
-        )
 
 
 def _engine(request: RolloutRequest) -> LLM:
@@ -177,17 +136,6 @@ def _engine(request: RolloutRequest) -> LLM:
     )
 
 
-def _operators(engine: LLM) -> dict[str, int]:
-    per_rank: list[dict[str, int]] = engine.collective_rpc("jetrl_fp8_operators")
-    for rank, operators in enumerate(per_rank):
-        if set(operators) - {_OPERATOR}:
-            raise RuntimeError(
-                f"rank {rank} runs FP8 linears with {operators} instead of {_OPERATOR}: leave VLLM_PLUGINS unset or "
-                "name jetrl_megatron in it, and do not name W8A8BlockLinear in VLLM_DISABLED_KERNELS"
-            )
-    return per_rank[0]
-
-
 def _generate(engine: LLM, request: RolloutRequest) -> dict[str, Any]:
     from vllm import SamplingParams
 
@@ -200,6 +148,7 @@ def _generate(engine: LLM, request: RolloutRequest) -> dict[str, Any]:
             ignore_eos=request.ignore_eos,
             stop_token_ids=stop,
             logprobs=0,
+            flat_logprobs=True,
             detokenize=False,
         )
         for index in range(len(request.prompts))
@@ -207,11 +156,14 @@ def _generate(engine: LLM, request: RolloutRequest) -> dict[str, Any]:
     started = time.perf_counter()
     outputs = engine.generate([{"prompt_token_ids": list(ids)} for ids in request.prompts], parameters, use_tqdm=False)
     seconds = time.perf_counter() - started
-    sequences = [_sequence(output) for output in outputs]
-    if request.score:
-        _score(engine, sequences)
+    sequences = [_fields(sequence) for sequence in sequences_of(engine, outputs, prefill=request.score)]
     tokens = sum(len(sequence["output"]) for sequence in sequences)
     return {"sequences": sequences, "generate_seconds": seconds, "tokens_per_second": tokens / seconds}
+
+
+def _fields(sequence: ScoredSequence) -> dict[str, Any]:
+    fields = {"prompt": sequence.prompt, "output": sequence.output, "logprobs": sequence.logprobs}
+    return fields if sequence.prefill_logprobs is None else {**fields, "scored_logprobs": sequence.prefill_logprobs}
 
 
 def _end_of_sequence(engine: LLM) -> list[int]:
@@ -220,26 +172,6 @@ def _end_of_sequence(engine: LLM) -> list[int]:
     if eos is None:
         return []
     return [eos] if isinstance(eos, int) else list(eos)
-
-
-def _sequence(output: RequestOutput) -> dict[str, Any]:
-    completion = output.outputs[0]
-    ids = list(completion.token_ids)
-    assert output.prompt_token_ids is not None and completion.logprobs is not None, "both were asked for"
-    logprobs = [candidates[token].logprob for candidates, token in zip(completion.logprobs, ids, strict=True)]
-    return {"prompt": list(output.prompt_token_ids), "output": ids, "logprobs": logprobs}
-
-
-def _score(engine: LLM, sequences: list[dict[str, Any]]) -> None:
-    from vllm import SamplingParams
-
-    parameters = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    prompts = [{"prompt_token_ids": sequence["prompt"] + sequence["output"]} for sequence in sequences]
-    for sequence, output in zip(sequences, engine.generate(prompts, parameters, use_tqdm=False), strict=True):
-        assert output.prompt_logprobs is not None, "they were asked for"
-        scored = output.prompt_logprobs[len(sequence["prompt"]) :]
-        pairs = zip(scored, sequence["output"], strict=True)
-        sequence["scored_logprobs"] = [candidates[token].logprob for candidates, token in pairs if candidates]
 
 
 def _answers(engine: LLM, request: RolloutRequest) -> list[str]:
@@ -258,19 +190,10 @@ def _write_weights(engine: LLM, path: Path) -> None:
 
 def main() -> None:
     """Command line: REQUEST.json, and the path of the result (default: REQUEST.result.json)."""
-    if len(sys.argv) not in (2, 3):
-        raise SystemExit("usage: python -m jetrl_megatron.demo.rollout REQUEST.json [RESULT.json]")
-    request_path = Path(sys.argv[1])
-    result_path = Path(sys.argv[2]) if len(sys.argv) > 2 else request_path.with_suffix(".result.json")
+    request_path, result_path = request_paths("jetrl_megatron.demo.rollout")
     request = RolloutRequest.from_dict(json.loads(request_path.read_text()))
-    missing = {
-        name: value
-        for name, value in engine_environment(request.tensor_parallel_size).items()
-        if name not in os.environ
-    }
-    if missing:
-        # OpenMP read its settings when torch was loaded, before this line: start anew.
-        os.execve(sys.executable, sys.orig_argv, {**os.environ, **missing})
+    environment = cpu_engine_environment(request.tensor_parallel_size)
+    restart_with({name: os.environ.get(name, value) for name, value in environment.items()})
     result_path.write_text(json.dumps(serve(request), indent=1))
 
 

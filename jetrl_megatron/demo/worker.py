@@ -8,9 +8,9 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from jetrl_megatron.demo.exact_sums import ExactSums
 from jetrl_megatron.demo.options import DemoFolder
 from jetrl_megatron.integrations import megatron_cpu
+from jetrl_megatron.verify.exact_sums import ExactSums
 
 
 # So that torchrun's own report ends with the traceback of the rank that failed.

@@ -46,6 +46,7 @@ def build_model(
     sequence_parallel: bool = False,
     virtual_pipeline: int | None = None,
     recipe: Fp8BlockRecipe | None = None,
+    parity: bool = False,
     load_weights: bool = True,
     ddp: Any = False,
     **overrides: Any,
@@ -62,6 +63,7 @@ def build_model(
         sequence_parallel: split activations along the sequence between tensor-parallel linears.
         virtual_pipeline: model chunks a pipeline stage, or None.
         recipe: which linears run in FP8 and how; None builds Megatron's own BF16 model.
+        parity: the operators around the linears give vLLM's bytes too, see `jetrl_spec`. Needs a recipe.
         load_weights: read the folder's weights; False initialises at random.
         ddp: True wraps in DistributedDataParallel for the distributed optimizer, with gradients reduced in FP32; a
             DistributedDataParallelConfig wraps with that one.
@@ -71,10 +73,12 @@ def build_model(
         one wrapped model a virtual stage; its `config` is the provider.
 
     Raises:
-        ValueError: the process groups are missing or of other sizes, the architecture is not supported, or an override
-            is no field of the provider.
+        ValueError: the process groups are missing or of other sizes, the architecture is not supported, an override
+            is no field of the provider, or `parity` is asked for without a recipe.
         ImportError: Megatron-core or Megatron-Bridge is missing.
     """
+    if parity and recipe is None:
+        raise ValueError("parity=True without a recipe: a BF16 model has no FP8 rollout to equal; pass recipe=JETRL_FP8")
     if not torch.cuda.is_available():
         megatron_cpu.install()
     bridge = import_bridge()
@@ -91,15 +95,19 @@ def build_model(
         provider = bridge.AutoBridge.from_hf_pretrained(str(hf_path)).to_megatron_provider(load_weights=load_weights)
         _set_fields(provider, fields)
         if recipe is not None:
-            use_jetrl(provider, recipe)
+            use_jetrl(provider, recipe, parity=parity)
         provider.apply_overrides_and_finalize(dtype=torch.bfloat16)
         models: list[Any] = provider.provide_distributed_model(
             wrap_with_ddp=bool(ddp), ddp_config=_ddp_config(ddp), use_cpu_initialization=not torch.cuda.is_available()
         )
+    if parity:
+        from jetrl_megatron.layers import use_parity_output_layer
+
+        models = [use_parity_output_layer(model) for model in models]
     return models
 
 
-def use_jetrl(provider: Any, recipe: Fp8BlockRecipe = JETRL_FP8) -> Any:
+def use_jetrl(provider: Any, recipe: Fp8BlockRecipe = JETRL_FP8, *, parity: bool = False) -> Any:
     """Puts JetRL's FP8 linears into a Megatron-Bridge provider, in the place of those that its layer spec names.
 
     Where TransformerEngine is absent, Megatron's local layer spec stands in for the provider's default one.
@@ -107,6 +115,7 @@ def use_jetrl(provider: Any, recipe: Fp8BlockRecipe = JETRL_FP8) -> Any:
     Args:
         provider: a GPTModelProvider, before `provide` or `provide_distributed_model` is called; modified.
         recipe: which linears run in FP8 and how.
+        parity: see `jetrl_spec`; call `use_parity_output_layer` on the models that the provider makes.
 
     Returns:
         the provider.
@@ -124,11 +133,15 @@ def use_jetrl(provider: Any, recipe: Fp8BlockRecipe = JETRL_FP8) -> Any:
     layer_spec = provider.transformer_layer_spec
     if layer_spec is specs.default_layer_spec and not _has_transformer_engine():
         layer_spec = specs.local_layer_spec
-    provider.transformer_layer_spec = functools.partial(jetrl_layer_spec, layer_spec=layer_spec, recipe=recipe)
+    provider.transformer_layer_spec = functools.partial(
+        jetrl_layer_spec, layer_spec=layer_spec, recipe=recipe, parity=parity
+    )
     return provider
 
 
-def jetrl_layer_spec(config: Any, vp_stage: int | None = None, *, layer_spec: Any, recipe: Fp8BlockRecipe) -> Any:
+def jetrl_layer_spec(
+    config: Any, vp_stage: int | None = None, *, layer_spec: Any, recipe: Fp8BlockRecipe, parity: bool = False
+) -> Any:
     """The layer spec that a provider would have used, with FP8 linears.
 
     Args:
@@ -136,13 +149,14 @@ def jetrl_layer_spec(config: Any, vp_stage: int | None = None, *, layer_spec: An
         vp_stage: virtual pipeline stage, for layer specs that ask for it.
         layer_spec: a ModuleSpec, or a callable `(config)` or `(config, vp_stage)` that returns one.
         recipe: which linears run in FP8 and how.
+        parity: see `jetrl_spec`.
     """
     from jetrl_megatron.spec import jetrl_spec
 
     if callable(layer_spec):
         takes_stage = "vp_stage" in inspect.signature(layer_spec).parameters
         layer_spec = layer_spec(config, vp_stage=vp_stage) if takes_stage else layer_spec(config)
-    return jetrl_spec(layer_spec, recipe)
+    return jetrl_spec(layer_spec, recipe, parity=parity)
 
 
 def export_hf_weights(models: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,9 +1,11 @@
-"""The vLLM plugin: on a CPU, models run the operators of training.
+"""The vLLM plugin: models run the operators of training.
 
 vLLM finds `register` through the entry point group `vllm.general_plugins` and calls it in every process. On a CPU its
 own block FP8 kernel keeps activations in BF16 (W8A16) and needs AMX; the plugin puts `vllm_cpu.W8A8BlockLinear` in
 front of it. Models whose checkpoint carries a recipe also get norm, RoPE, attention and lm_head as Megatron computes
-them, see `vllm_cpu_operators`. On CUDA, and for models that are not block FP8, the plugin changes nothing.
+them, see `vllm_cpu_operators`. On a GPU it offers the
+operators of `vllm_gpu` to engines that ask for them with `recipe.to_vllm_engine_args()`. For all others, and for models
+that are not block FP8, the plugin changes nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ def register() -> None:
     import vllm
     from vllm.platforms import current_platform
 
+    if current_platform.is_cuda():
+        _register_on_gpu(vllm.__version__)
     if not current_platform.is_cpu():
         return
     if _SUPPORTED.match(vllm.__version__):
@@ -51,6 +55,15 @@ def carried_recipe(hf_config: Any) -> Fp8BlockRecipe | None:
     if stamp is None:
         return None
     return Fp8BlockRecipe.from_stamp(stamp, "config.json")
+
+
+def _register_on_gpu(version: str) -> None:
+    if not _SUPPORTED.match(version):
+        # An engine that asks for the operators then says that provider "jetrl" and backend CUSTOM do not exist.
+        return
+    from jetrl_megatron.integrations.vllm_gpu import register_gpu_operators
+
+    register_gpu_operators()
 
 
 def _put_operator_first() -> None:

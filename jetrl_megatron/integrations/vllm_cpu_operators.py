@@ -14,7 +14,7 @@ noise: as much as if one of them did not quantise. vLLM's CPU operators differ f
 | lm_head   | sums depend on the number of rows                | sums exact                                       |
 
 An exact sum is one in float64: its rounding does not depend on order, batch or machine. Megatron's side sums exactly
-under `jetrl_megatron.demo.exact_sums.ExactSums`.
+under `jetrl_megatron.verify.exact_sums.ExactSums`.
 
 Models whose checkpoint carries a recipe get these operators, all others keep vLLM's.
 """

@@ -1,5 +1,36 @@
 """Where precision changes between training and rollout, and what it costs."""
 
+from jetrl_megatron.precision_flow.digests import weight_digests
+from jetrl_megatron.precision_flow.engine import EngineDescription, EngineModule, RankReport
+from jetrl_megatron.precision_flow.graph import (
+    Difference,
+    Node,
+    NotPromised,
+    PrecisionGraph,
+    contains,
+    differences,
+    merge,
+)
 from jetrl_megatron.precision_flow.mismatch import Mismatch, abs_dlogp_by_position, mismatch
+from jetrl_megatron.precision_flow.report import CheckReport, check
+from jetrl_megatron.precision_flow.rollout import rollout_graph
 
-__all__ = ["Mismatch", "abs_dlogp_by_position", "mismatch"]
+__all__ = [
+    "CheckReport",
+    "Difference",
+    "EngineDescription",
+    "EngineModule",
+    "Mismatch",
+    "Node",
+    "NotPromised",
+    "PrecisionGraph",
+    "RankReport",
+    "abs_dlogp_by_position",
+    "check",
+    "contains",
+    "differences",
+    "merge",
+    "mismatch",
+    "rollout_graph",
+    "weight_digests",
+]

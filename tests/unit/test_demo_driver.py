@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from jetrl_megatron import cli
-from jetrl_megatron.demo.child import ChildError, run_child
-from jetrl_megatron.demo.exact_sums import ExactSums
 from jetrl_megatron.demo.options import DemoFolder, DemoOptions, layout_label
-from jetrl_megatron.demo.progress import parse_progress, report_progress
+from jetrl_megatron.verify.child import ChildError, run_child
+from jetrl_megatron.verify.exact_sums import ExactSums
+from jetrl_megatron.verify.progress import parse_progress, report_progress
 
 
 def test_demo_folder_refuses_foreign_files(tmp_path: Path) -> None:
@@ -69,6 +69,7 @@ def test_report_progress_parses_back(capsys: pytest.CaptureFixture[str]) -> None
     report_progress(3, 8, "loss 1.5")
     assert parse_progress(capsys.readouterr().out) == {"done": 3, "total": 8, "note": "loss 1.5"}
     assert parse_progress("3 of 8") is None
+    assert parse_progress('jetrl-progress {"done": 3}jetrl-progress {"done": 4}') is None
 
 
 def test_exact_sums_round_once_exact() -> None:

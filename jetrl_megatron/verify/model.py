@@ -1,4 +1,4 @@
-"""Megatron models of the demo: process groups, what is inside the wrappers, checkpoints."""
+"""Megatron models: process groups, what is inside the wrappers, optimizer, checkpoints."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from jetrl_megatron.convert.recipe_file import save_recipe
@@ -33,6 +35,20 @@ def gpt_model(model: Sequence[Any]) -> Any:
 def causal_mask(length: int) -> torch.Tensor:
     """bool [1, 1, length, length], true where attention may not look."""
     return torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+
+
+def make_optimizer(model: list[Any], learning_rate: float) -> Any:
+    """Megatron's Adam with FP32 masters, and the hooks that its pipeline schedules call."""
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam", lr=learning_rate, weight_decay=0.0, clip_grad=1.0, bf16=True, params_dtype=torch.bfloat16
+        ),
+        model,
+    )
+    config = gpt_model(model).config
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    return optimizer
 
 
 def save_checkpoint(model: Sequence[Any], path: Path, recipe: Fp8BlockRecipe) -> None:

@@ -1,0 +1,127 @@
+"""Mismatch between training and rollout on a GPU, by `jetrl verify`, for families and hidden sizes of real models.
+
+    python -m benchmarks.bench_verify [--cases qwen3_4096,...] [--tp 2] [--out benchmarks/results]
+
+Each case makes a random model (or SmolLM2's real weights, padded to whole tiles), quantises it, has vLLM generate 64
+and 300 sequences of 600 tokens and 4 of more than 7,900, scores them with the Megatron model in parity mode, with
+ordinary operators and in BF16, takes three optimizer steps, updates the engine's weights and compares again. Rows
+go to OUT/verify_CASE.json, |dlogp| by position to verify_CASE.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import shlex
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import require_hopper
+from benchmarks.random_models import RandomModel
+from benchmarks.warm_up import Product, compile_product, order
+from jetrl_megatron import Fp8BlockRecipe
+
+CASES: dict[str, RandomModel | None] = {
+    "qwen3_1024": RandomModel(family="qwen3", hidden=1024, intermediate=3072, heads=8, kv_heads=4, layers=8),
+    "qwen3_4096": RandomModel(family="qwen3", hidden=4096, intermediate=12288, heads=32, kv_heads=8, layers=2),
+    "qwen2_5120": RandomModel(family="qwen2", hidden=5120, intermediate=13824, heads=40, kv_heads=8, layers=2),
+    "llama_8192": RandomModel(family="llama", hidden=8192, intermediate=28672, heads=64, kv_heads=8, layers=2),
+    "smollm2": None,
+}
+FURTHER = ((300, 600), (4, 7900))
+CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 304)
+ENGINE: dict[str, Any] = {
+    # Few sizes to capture, since DeepGEMM compiles for each; enough memory for the cache, without measuring it.
+    "compilation_config": {"cudagraph_capture_sizes": list(CAPTURED)},
+    "max_num_batched_tokens": 16384,
+    "max_num_seqs": max(CAPTURED),
+    "kv_cache_memory_bytes": 8 << 30,
+}
+
+
+def main() -> None:
+    """Runs the cases one after the other; the status is the worst of theirs."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_verify", description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", default=",".join(CASES), help=f"comma-separated, of {', '.join(CASES)}")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size of both sides")
+    parser.add_argument("--scale-format", choices=("ue8m0", "fp32"), default="ue8m0", help="of the recipe")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps before the weight update")
+    parser.add_argument("--compare", action="store_true", help="also score with ordinary operators, and in BF16")
+    parser.add_argument("--short", action="store_true", help="64 sequences of 600 tokens alone")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
+    parser.add_argument("--workers", type=int, default=12, help="processes that compile DeepGEMM's kernels first")
+    options = parser.parse_args()
+    require_hopper()
+    command = shlex.join(["python", "-m", "benchmarks.bench_verify", *sys.argv[1:]])
+    statuses = [run(name, options, command) for name in options.cases.split(",")]
+    raise SystemExit(max(statuses))
+
+
+def run(name: str, options: argparse.Namespace, command: str) -> int:
+    """One case; its status is that of `jetrl verify`."""
+    from jetrl_megatron.demo.smollm import write_smollm
+    from jetrl_megatron.verify.child import ChildError
+    from jetrl_megatron.verify.hf_export import export_hf_folder
+    from jetrl_megatron.verify.run import VerifyOptions, verify
+
+    model, started = CASES[name], time.perf_counter()
+    label = name + (f"_tp{options.tp}" if options.tp > 1 else "")
+    label += "" if options.scale_format == "ue8m0" else f"_{options.scale_format}"
+    with tempfile.TemporaryDirectory(prefix="verify-") as folder:
+        home = Path(folder)
+        train = write_smollm(home / name) if model is None else model.write(home / name)
+        rollout = export_hf_folder(train, home / f"{name}-fp8", Fp8BlockRecipe(scale_format=options.scale_format))
+        print(f"{name}: model made, {time.perf_counter() - started:.0f} s", flush=True)
+        if model is not None:
+            compile_kernels(model, options)
+            print(f"{name}: kernels compiled, {time.perf_counter() - started:.0f} s", flush=True)
+        work = home / "work"
+        work.mkdir()
+        try:
+            report = verify(
+                VerifyOptions(
+                    train=train,
+                    rollout=rollout,
+                    tp=options.tp,
+                    further=() if options.short else FURTHER,
+                    variants=("parity", "ordinary", "bf16") if options.compare else ("parity",),
+                    steps=options.steps,
+                    engine_args=ENGINE,
+                ),
+                work,
+                command,
+            )
+        except ChildError as error:
+            print(f"{name}: {error}", flush=True)
+            return 3
+        options.out.mkdir(parents=True, exist_ok=True)
+        report.write_json(options.out / f"verify_{label}.json")
+        report.write_plot(options.out / f"verify_{label}.png")
+        print(report.to_markdown(), f"\n{name}: {time.perf_counter() - started:.0f} s", flush=True)
+        return report.status
+
+
+def compile_kernels(model: RandomModel, options: argparse.Namespace) -> None:
+    """DeepGEMM's kernels for the linears' forward at the sizes that engine and scoring use."""
+    attention, tp = (model.heads + 2 * model.kv_heads) * 128, options.tp
+    linears = [
+        (attention // tp, model.hidden),
+        (model.hidden, model.heads * 128 // tp),
+        (2 * model.intermediate // tp, model.hidden),
+        (model.hidden, model.intermediate // tp),
+    ]
+    tokens = {*CAPTURED, 64 * 32, 300 * 32, 25 * 632, 14 * 632, 2 * 7932}
+    wanted = {Product(m, n, k, along_tokens=False) for m in tokens for n, k in linears}
+    with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
+        for _ in pool.imap_unordered(compile_product, order(wanted)):
+            pass
+    torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Self-attention whose RoPE and core give vLLM's bytes."""
+
+# Shape suffixes: T tokens, H query heads, G key and value heads, D head size.
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
+
+from jetrl_megatron.ops.attention import Packing, attention_refusal, flash_attention
+from jetrl_megatron.ops.rope import cos_sin_cache, rope
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class JetRLFlashAttention(torch.nn.Module):
+    """Drop-in for Megatron's core attention: FlashAttention 3 of vLLM's build, causal, packed or not.
+
+    Query float [s, b, H, D] and key, value [s, b, G, D] give [s, b, H * D]; with `packed_seq_params` in "thd" format
+    [T, H, D] and [T, G, D] give [T, H * D].
+
+    Raises:
+        ValueError: the configuration asks for something that the rollout's kernel does not compute alike, or the
+            machine cannot run it.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        for name, value, allowed in (
+            ("attention_dropout", dropout, 0),
+            ("context_parallel_size", config.context_parallel_size, 1),
+            ("window_size", config.window_size, None),
+            ("apply_query_key_layer_scaling", config.apply_query_key_layer_scaling, False),
+            ("attention_type", attention_type, "self"),
+        ):
+            if value != allowed:
+                raise ValueError(
+                    f"config.{name}={value!r}: parity attention computes with {allowed!r} alone; set it so, or use "
+                    "jetrl_spec(..., parity=False)"
+                )
+        self.config = config
+        self.softmax_scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Causal attention within each sequence; the mask is not read."""
+        refusal = attention_refusal(query.device)
+        if refusal is not None:
+            raise ValueError(f"parity attention cannot run: {refusal}")
+        if attention_bias is not None:
+            raise ValueError("attention_bias is not supported by parity attention: use jetrl_spec(..., parity=False)")
+        if packed_seq_params is not None:
+            out = flash_attention(query, key, value, _packing(packed_seq_params), scale=self.softmax_scale)
+            return out.flatten(1)
+        length, batch = query.shape[:2]
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
+        packing = Packing(starts, length, equal=True)
+        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        out = flash_attention(q, k, v, packing, scale=self.softmax_scale)
+        return out.view(batch, length, -1).transpose(0, 1).contiguous()
+
+
+def _packing(packed: PackedSeqParams) -> Packing:
+    if packed.qkv_format != "thd":
+        raise ValueError(f"packed_seq_params.qkv_format={packed.qkv_format!r}: parity attention takes 'thd'")
+    return Packing(_starts(packed).to(torch.int32), int(packed.max_seqlen_q))
+
+
+def _starts(packed: PackedSeqParams) -> torch.Tensor:
+    # Padding behind a sequence is attended by itself alone; nobody reads what comes out.
+    starts = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    assert isinstance(starts, torch.Tensor)
+    return starts
+
+
+def _positions(tokens: int, batch: int, packed: PackedSeqParams | None, device: torch.device) -> torch.Tensor:
+    """Position of each row of [s, b, ...], flattened: int64 [T]."""
+    index = torch.arange(tokens, device=device)
+    if packed is None:
+        return index // batch
+    starts = _starts(packed).long()
+    return index - starts[torch.searchsorted(starts, index, right=True) - 1]
+
+
+class JetRLSelfAttention(SelfAttention):
+    """Drop-in for Megatron's SelfAttention, with RoPE as vLLM rounds it: float32 products of BF16 cosines and sines."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        for name, allowed in (
+            ("rotary_interleaved", False),
+            ("flash_decode", False),
+            ("multi_latent_attention", False),
+        ):
+            if getattr(config, name, allowed) != allowed:
+                raise ValueError(f"config.{name}={getattr(config, name)!r}: parity attention knows {allowed!r} alone")
+        if getattr(self, "_yarn_concentration_factor", 1.0) != 1.0:
+            raise ValueError("YaRN's scaled RoPE is not among the parity operators: use jetrl_spec(..., parity=False)")
+        self._angles: torch.Tensor | None = None
+        self._packed: PackedSeqParams | None = None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *args: Any,
+        rotary_pos_emb: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """See Megatron's SelfAttention; RoPE is applied where query and key are made."""
+        angles = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
+        no_rope = self.config.no_rope_freq
+        self._angles = None if no_rope and no_rope[self.layer_number - 1] else angles
+        self._packed = packed_seq_params
+        try:
+            return super().forward(
+                hidden_states, *args, rotary_pos_emb=None, packed_seq_params=packed_seq_params, **kwargs
+            )
+        finally:
+            self._angles = self._packed = None
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """See Megatron's SelfAttention; query and key come back rotated."""
+        query, key, *others = super().get_query_key_value_tensors(*args, **kwargs)
+        if self._angles is not None:
+            query, key = self._rotated(query, key, self._angles)
+        return query, key, *others
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _rotated(
+        self, query: torch.Tensor, key: torch.Tensor, angles: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if angles.shape[-1] != query.shape[-1]:
+            raise ValueError(
+                f"RoPE over {angles.shape[-1]} of {query.shape[-1]} elements of a head (rotary_percent < 1) is not "
+                "among the parity operators: use jetrl_spec(..., parity=False)"
+            )
+        cos_sin = getattr(angles, "jetrl_cos_sin", None)
+        if cos_sin is None:
+            # Megatron hands the same tensor to every layer and, for one length, in every step.
+            cos_sin = angles.jetrl_cos_sin = cos_sin_cache(angles)  # type: ignore[attr-defined]
+        length, batch = query.shape[:2]
+        positions = _positions(length * batch, batch, self._packed, query.device)
+        rotated = (rope(x.flatten(0, 1), positions, cos_sin).view(x.shape) for x in (query, key))
+        return next(rotated), next(rotated)

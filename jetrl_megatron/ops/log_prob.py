@@ -1,0 +1,121 @@
+"""Log-probs of tokens as vLLM computes them, with a gradient, and over a vocabulary that ranks share."""
+
+# Shape suffixes: T tokens, V vocabulary, W the rank's columns of it.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from jetrl_megatron.ops.norm import kernel, runs_kernels
+
+
+def _forward(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if runs_kernels(logits_TV.device):
+        parts: tuple[torch.Tensor, ...] = kernel("log_prob").token_log_probs(logits_TV, targets_T)
+        return parts
+    logits = logits_TV.float()
+    maximum_T = logits.amax(dim=1)
+    total_T = (logits - maximum_T[:, None]).exp().sum(dim=1)
+    # torch's own log_softmax, so that a CPU rollout, which uses it, agrees to the bit.
+    return logits.log_softmax(-1).gather(1, targets_T[:, None])[:, 0], maximum_T, total_T
+
+
+def _backward(
+    gradient_T: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor, maximum: torch.Tensor, total: torch.Tensor,
+    first: int,
+) -> torch.Tensor:  # fmt: skip
+    if runs_kernels(logits.device):
+        result: torch.Tensor = kernel("log_prob").token_log_probs_backward(
+            gradient_T, logits, targets, maximum, total, first_column=first
+        )
+        return result
+    probability = (logits.float() - maximum[:, None]).exp() / total[:, None]
+    columns = torch.arange(first, first + logits.shape[1], device=logits.device)
+    chosen = (columns == targets[:, None]).float()
+    return ((chosen - probability) * gradient_T[:, None]).to(logits.dtype)
+
+
+def _whole_rows(logits_TW: torch.Tensor, group: dist.ProcessGroup, vocabulary: int) -> torch.Tensor:
+    """All columns of this rank's part of the tokens; T is a multiple of the ranks."""
+    world = dist.get_world_size(group)
+    tokens, columns = logits_TW.shape
+    received = torch.empty(world, tokens // world, columns, dtype=logits_TW.dtype, device=logits_TW.device)
+    dist.all_to_all_single(received, logits_TW.view(world, tokens // world, columns), group=group)
+    # Padded to 64 columns like the engine's rows, so that the kernel reads both alike.
+    rows = received.transpose(0, 1).reshape(tokens // world, world * columns)
+    return rows[:, :vocabulary]
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TW: torch.Tensor, targets_T: torch.Tensor, vocabulary: int, group: dist.ProcessGroup | None
+    ) -> torch.Tensor:
+        world = 1 if group is None else dist.get_world_size(group)
+        logits, first = logits_TW.detach(), 0
+        if world == 1:
+            parts = _forward(logits[:, :vocabulary], targets_T)
+        else:
+            assert group is not None
+            first = dist.get_rank(group) * logits.shape[1]
+            tokens = logits.shape[0]
+            missing = -tokens % world
+            padded = torch.nn.functional.pad(logits, (0, 0, 0, missing)) if missing else logits
+            targets = torch.nn.functional.pad(targets_T, (0, missing)).chunk(world)[dist.get_rank(group)]
+            mine = torch.stack(_forward(_whole_rows(padded, group, vocabulary), targets))
+            gathered = mine.new_empty(world * 3, mine.shape[1])
+            dist.all_gather_into_tensor(gathered, mine, group=group)
+            parts = tuple(gathered.view(world, 3, -1).transpose(0, 1).reshape(3, -1)[:, :tokens].unbind())
+        log_probs, maximum, total = parts
+        ctx.save_for_backward(logits_TW, targets_T, maximum, total)
+        ctx.first, ctx.vocabulary = first, vocabulary
+        return log_probs
+
+    @staticmethod
+    def backward(ctx: Any, gradient_T: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits_TW, targets_T, maximum, total = ctx.saved_tensors
+        columns = max(min(ctx.vocabulary - ctx.first, logits_TW.shape[1]), 0)
+        dlogits = _backward(gradient_T, logits_TW[:, :columns], targets_T, maximum, total, ctx.first)
+        if columns < logits_TW.shape[1]:
+            dlogits = torch.nn.functional.pad(dlogits, (0, logits_TW.shape[1] - columns))
+        return dlogits, None, None, None
+
+
+def token_log_probs(
+    logits_TW: torch.Tensor,
+    targets_T: torch.Tensor,
+    *,
+    vocabulary: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """log softmax(logits)[target] of each row, summed in vLLM's order; temperature 1.
+
+    Over tensor-parallel ranks, rows are exchanged so that each rank sums some rows whole: a sum over parts would round
+    differently.
+
+    Args:
+        logits_TW: BF16 [T, W], this rank's columns of the vocabulary as Megatron's output layer leaves them, with its
+            padding.
+        targets_T: int64 [T], token ids of the whole vocabulary; the same on all ranks.
+        vocabulary: columns that are real, over all ranks; those behind them are padding, which vLLM cuts off. Without
+            it every column is real.
+        group: tensor-parallel group, None for a single rank.
+
+    Returns:
+        float32 [T], the same on all ranks.
+
+    Raises:
+        ValueError: shapes do not fit, or the vocabulary is larger than all columns.
+    """
+    world = 1 if group is None else dist.get_world_size(group)
+    if logits_TW.dim() != 2 or targets_T.shape != logits_TW.shape[:1]:
+        raise ValueError(f"logits {list(logits_TW.shape)} and targets {list(targets_T.shape)} must be [T, W] and [T]")
+    columns = logits_TW.shape[1] * world
+    vocabulary = columns if vocabulary is None else vocabulary
+    if vocabulary > columns:
+        raise ValueError(f"vocabulary={vocabulary} is more than the {columns} columns of all ranks")
+    result: torch.Tensor = _TokenLogProbs.apply(logits_TW, targets_T, vocabulary, group)  # type: ignore[no-untyped-call]
+    return result

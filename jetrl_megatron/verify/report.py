@@ -1,0 +1,183 @@
+"""What `jetrl verify` found: rows for JSON, a table, and a plot of |dlogp| against token position."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jetrl_megatron.verify.logprobs import LogProbs, markdown_table, windows
+from jetrl_megatron.verify.requests import VARIANTS
+
+_SHOWN = (
+    "tokens",
+    "tokens_differing",
+    "gen_kl_error",
+    "policy_kl_error",
+    "token_mult_prob_error",
+    "max_abs_dlogp",
+)
+_POINTS = 100
+# Below float32's resolution of any log-prob, above zero: where a logarithmic axis turns linear.
+_SMALLEST = 1e-8
+_LINES = 12
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One batch of a rollout, scored by one training forward.
+
+    Attributes:
+        batch: name of the batch.
+        variant: one of `VARIANTS`, or "prefill" for the engine's own prefill.
+        logprobs: both sides.
+        tokens_per_second: of the engine, for this batch.
+    """
+
+    batch: str
+    variant: str
+    logprobs: LogProbs
+    tokens_per_second: float
+
+    @property
+    def title(self) -> str:
+        """For tables and plots."""
+        return f"{VARIANTS.get(self.variant, 'the engine itself, prefill')}, {self.batch}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """Results of a verification.
+
+    Attributes:
+        about: fields of every row: "model", "tp", "rollout_tp", "mode", "recipe", "versions", "command", "date", ...
+        comparisons: in the order of the table.
+        no_promise: why zero mismatch is not promised; () if it is.
+        differences: what the precision-flow check says must be mended.
+        notes: what the precision-flow check says nobody has proved.
+        weights: tensors of the rollout folder that are not training's.
+    """
+
+    about: Mapping[str, Any]
+    comparisons: Sequence[Comparison]
+    no_promise: Sequence[str] = ()
+    differences: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    weights: Sequence[str] = ()
+
+    @property
+    def tokens_differing(self) -> int:
+        """Tokens whose log-prob in parity mode is not the engine's to the bit."""
+        return sum(c.logprobs.mismatch.tokens_differing for c in self.comparisons if c.variant == "parity")
+
+    @property
+    def promised(self) -> bool:
+        """Whether zero mismatch is promised."""
+        return not (self.no_promise or self.notes)
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing was found that contradicts zero mismatch."""
+        return not (self.tokens_differing or self.differences or self.weights)
+
+    @property
+    def status(self) -> int:
+        """Exit status: 1 where zero mismatch is promised and does not hold."""
+        return 1 if self.promised and not self.holds else 0
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One for each comparison: what identifies it, then every metric."""
+        return [
+            {
+                "bench": "verify",
+                **self.about,
+                "batch": comparison.batch,
+                "variant": comparison.variant,
+                "sequences": len(comparison.logprobs.mask),
+                **comparison.logprobs.mismatch.to_dict(),
+                "rollout_tokens_per_second": comparison.tokens_per_second,
+                "promised": self.promised,
+            }
+            for comparison in self.comparisons
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Rows, findings, and |dlogp| by position, ready for JSON."""
+        positions = {f"{c.variant}/{c.batch}": c.logprobs.by_position() for c in self.comparisons}
+        return {
+            "status": self.status,
+            "promised": self.promised,
+            "no_promise": [*self.no_promise, *self.notes],
+            "differences": list(self.differences),
+            "weights": list(self.weights),
+            "rows": self.rows(),
+            "abs_dlogp_by_position": {
+                key: {"mean": mean, "tokens": tokens} for key, (mean, tokens) in positions.items()
+            },
+        }
+
+    def verdict(self) -> str:
+        """One sentence."""
+        tokens = sum(c.logprobs.mismatch.tokens for c in self.comparisons if c.variant == "parity")
+        measured = f"{self.tokens_differing} of {tokens} tokens differ" if tokens else "no tokens were measured"
+        if not self.promised:
+            return f"Zero mismatch is not promised here; {measured}."
+        if self.holds:
+            return f"Zero mismatch is promised and holds: {measured}."
+        return f"Zero mismatch is promised and does not hold: {measured}."
+
+    def to_markdown(self) -> str:
+        """The verdict, what was found, and the table."""
+        findings = (
+            ("Why not promised:", [*self.no_promise, *self.notes]),
+            ("Precision flow:", self.differences),
+            ("Weights that are not training's:", self.weights),
+        )
+        parts = [f"**{self.verdict()}**"]
+        for title, lines in findings:
+            if lines:
+                more = [f"... and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
+                parts.append("\n".join([title, "", *(f"- {line}" for line in [*lines[:_LINES], *more])]))
+        if self.comparisons:
+            parts.append(markdown_table(("scored by", *_SHOWN, "rollout tokens/s"), self._table()))
+        return "\n\n".join(parts) + "\n"
+
+    def _table(self) -> list[list[Any]]:
+        rows = []
+        for comparison in self.comparisons:
+            metrics = comparison.logprobs.mismatch.to_dict()
+            values = [_number(metrics[name]) for name in _SHOWN]
+            rows.append([comparison.title, *values, f"{comparison.tokens_per_second:.0f}"])
+        return rows
+
+    def write_json(self, path: Path) -> None:
+        """Writes `to_dict`."""
+        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    def write_plot(self, path: Path) -> None:
+        """Draws mean |dlogp| against token position; zero has a place below the smallest difference."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.subplots()
+        for comparison in self.comparisons:
+            mean, tokens = comparison.logprobs.by_position()
+            centres, means = windows(mean, tokens, max(1, len(mean) // _POINTS))
+            axes.plot(centres, means, marker=".", linewidth=1, label=comparison.title)
+        axes.set_yscale("symlog", linthresh=_SMALLEST)
+        axes.set(
+            title=f"{self.about.get('model', '')}: training against rollout".lstrip(": "),
+            xlabel="generated token",
+            ylabel="mean |dlogp|",
+            ylim=(-_SMALLEST / 4, None),
+        )
+        if self.comparisons:
+            axes.legend(fontsize="small")
+        axes.grid(alpha=0.3)
+        figure.savefig(path, dpi=120)
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.4g}"

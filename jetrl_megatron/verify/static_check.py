@@ -1,0 +1,55 @@
+"""The precision-flow check between a live Megatron model and a described engine: the one place that calls it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from jetrl_megatron.precision_flow.graph import merge
+from jetrl_megatron.precision_flow.report import check
+from jetrl_megatron.precision_flow.rollout import rollout_graph
+
+
+def static_check(model: list[Any], description: Mapping[str, Any]) -> dict[str, Any]:
+    """Compares the precision graphs of both sides. A collective over all ranks.
+
+    Args:
+        model: what `build_model` returned.
+        description: the engine's `EngineDescription` as JSON.
+
+    Returns:
+        on every rank, ready for JSON, "promises_zero"; "differences", which must be mended, and "not_promised", what
+        nobody has proved, one line each; "lines": both, as the checker words them.
+    """
+    # Imports Megatron, which an engine's process does without.
+    from jetrl_megatron.precision_flow.training import training_graph
+
+    graphs: list[Any] = [None] * dist.get_world_size()
+    (module,) = model
+    graph = training_graph(module, exact_sums=not torch.cuda.is_available())
+    # Read-only mappings cannot be pickled.
+    portable = dataclasses.replace(graph, mend=dict(graph.mend), settings=dict(graph.settings))
+    dist.all_gather_object(graphs, portable)
+    report = check(merge(graphs), rollout_graph(description))
+    return {
+        "promises_zero": report.promises_zero,
+        "differences": [str(difference) for difference in report.differences],
+        "not_promised": [str(note) for note in report.not_promised],
+        "lines": report.lines(),
+    }
+
+
+def describe(engine: Any) -> dict[str, Any]:
+    """The engine of this process as the checker reads it, ready for JSON.
+
+    Args:
+        engine: a `vllm.LLM`.
+    """
+    from jetrl_megatron.integrations.vllm_description import describe_engine
+
+    description: dict[str, Any] = describe_engine(engine).to_dict()
+    return description

@@ -1,0 +1,87 @@
+"""Whether a rollout folder holds the bytes that training computes with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from jetrl_megatron.convert.bridge import import_bridge
+from jetrl_megatron.convert.fp8_weights import iter_fp8_weights
+from jetrl_megatron.convert.hf_model import open_hf_model
+from jetrl_megatron.convert.live import unwrapped
+from jetrl_megatron.convert.mapping import HfMapping
+from jetrl_megatron.recipe import Fp8BlockRecipe
+
+INDEX = "model.safetensors.index.json"
+"""File that says which tensor lies in which shard."""
+
+
+def differing_weights(model: list[Any], folder: Path, recipe: Fp8BlockRecipe) -> list[str]:
+    """Compares what an export of the model would hold with what the folder holds. A collective over all ranks.
+
+    Args:
+        model: what `build_model` returned.
+        folder: block FP8 checkpoint in Hugging Face format.
+        recipe: of the model.
+
+    Returns:
+        on rank 0, one line for each tensor that differs, is missing or is not training's; [] elsewhere.
+    """
+    hf = open_hf_model(folder)
+    bridge = import_bridge().AutoBridge.from_hf_config(hf.config)
+    stream = bridge.export_hf_weights([unwrapped(chunk) for chunk in model], show_progress=False)
+    if dist.get_rank() != 0:
+        for _ in stream:
+            pass
+        return []
+    mapping = HfMapping(hf)
+    matrices = mapping.without_tied_head(mapping.from_hf(name, tensor) for name, tensor in stream)
+    stored = tensor_files(folder)
+    lines, seen = [], set()
+    for name, expected in iter_fp8_weights(matrices, recipe, mapping.num_layers):
+        seen.add(name)
+        line = _difference(name, expected.cpu(), stored)
+        lines += [line] if line else []
+    return lines + [f"{name}: training has no such tensor" for name in sorted(set(stored) - seen)]
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """The file that holds each tensor of a Hugging Face folder.
+
+    Raises:
+        ValueError: there are no safetensors, or a file is missing or damaged.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        names = json.loads(index.read_text())["weight_map"]
+        return {name: folder / file for name, file in names.items()}
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        raise ValueError(f"{folder} has neither {INDEX} nor model.safetensors: name the folder of an exported model")
+    return dict.fromkeys(_names(single), single)
+
+
+def _names(path: Path) -> list[str]:
+    with safe_open(path, framework="pt") as file:
+        return list(file.keys())
+
+
+def _difference(name: str, expected: torch.Tensor, stored: dict[str, Path]) -> str | None:
+    if name not in stored:
+        return f"{name}: missing in the rollout folder"
+    with safe_open(stored[name], framework="pt") as file:
+        found = file.get_tensor(name)
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        ours, theirs = (f"{x.dtype} {list(x.shape)}" for x in (expected, found))
+        return f"{name}: {theirs} in the rollout folder, {ours} in training"
+    ours_bytes, theirs_bytes = (x.contiguous().view(-1).view(torch.uint8) for x in (expected, found))
+    if torch.equal(ours_bytes, theirs_bytes):
+        return None
+    size = expected.element_size()
+    differing = (ours_bytes != theirs_bytes).view(-1, size).any(1)
+    return f"{name}: {int(differing.sum())} of {expected.numel()} values differ from training's"

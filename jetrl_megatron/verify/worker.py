@@ -1,0 +1,10 @@
+"""The class that a verification's engine mixes into vLLM's worker; vLLM imports it in the worker's process."""
+
+from __future__ import annotations
+
+from jetrl_megatron.integrations.vllm_description import PrecisionReport
+from jetrl_megatron.verify.probe import EngineProbe
+
+
+class DescribedWorker(EngineProbe, PrecisionReport):
+    """Counts operators, loads weights, and describes itself to the precision-flow checker."""

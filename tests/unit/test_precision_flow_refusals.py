@@ -1,0 +1,94 @@
+"""What the checker refuses by name: operators that nobody has compared, and ranks that differ or say nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+from jetrl_megatron.layers import use_parity_output_layer
+from jetrl_megatron.precision_flow import EngineDescription, EngineModule, PrecisionGraph, RankReport, rollout_graph
+from jetrl_megatron.precision_flow.training import training_graph
+from jetrl_megatron.spec import jetrl_spec
+from tests.unit.precision_flow_cases import CUDA, FINGERPRINT, config, found, gpt, gpu_engine, parity_gpt
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+REPLACED = "nemo_rl.models.generation.vllm.quantization.fp8.process_weights_after_loading"
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> EngineDescription:
+    return gpu_engine(tmp_path_factory.mktemp("rollout"))
+
+
+@pytest.fixture(scope="module")
+def training(megatron: None) -> PrecisionGraph:
+    return training_graph(parity_gpt(), device=CUDA)
+
+
+def test_check_refuses_experts_on_both_sides(engine: EngineDescription) -> None:
+    changes = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 256, "moe_layer_freq": [0, 1]}
+    settings = config(**changes, moe_token_dispatcher_type="allgather")
+    block = get_gpt_decoder_block_spec(settings, use_transformer_engine=False, normalization="RMSNorm")
+    model = use_parity_output_layer(gpt(jetrl_spec(block, parity=True), settings))
+    report = found(training_graph(model, device=CUDA), engine, experts=4, architecture="Qwen3MoeForCausalLM")
+    refused = {(entry.node, entry.side) for entry in report.not_promised}
+    assert ("model.layers.1.mlp.experts", "training") in refused
+    assert ("model.layers.0.mlp.experts", "rollout") in refused
+    assert any("routed experts" in line for line in report.lines())
+
+
+def test_check_refuses_unknown_operators(training: PrecisionGraph, engine: EngineDescription) -> None:
+    module = EngineModule(name="model.layers.0.mixer", kind="other", implementation="vllm.mamba.MambaMixer2")
+    report = found(training, engine, modules=(module,), ranks=(good_rank(0),))
+    assert any("MambaMixer2" in entry.reason and entry.node == module.name for entry in report.not_promised)
+    report = found(training, engine, architecture="NemotronHForCausalLM", scaling="yarn: 4", hidden_act="relu2")
+    assert {"NemotronHForCausalLM", "yarn", "relu2"} <= {
+        word
+        for entry in report.not_promised
+        for word in ("NemotronHForCausalLM", "yarn", "relu2")
+        if word in entry.reason
+    }
+
+
+def test_check_refuses_unknown_layers_of_training(engine: EngineDescription) -> None:
+    model = parity_gpt()
+    model.decoder.layers[0].mlp = torch.nn.Identity()
+    report = found(training_graph(model, device=CUDA), engine)
+    assert [entry.node for entry in report.not_promised] == ["model.layers.0.mlp"]
+    assert "torch.nn" in report.not_promised[0].reason or "Identity" in report.not_promised[0].reason
+
+
+def good_rank(rank: int, **changes: Any) -> RankReport:
+    report = RankReport(rank=rank, fingerprint=FINGERPRINT, plugin=True, operators={"RMSNorm": 9})
+    return dataclasses.replace(report, **changes)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "field", "value"),
+    [
+        ((good_rank(0),), "report", None),
+        ((good_rank(0), good_rank(1, fingerprint="0" * 16)), "recipe", "0" * 16),
+        ((good_rank(0), good_rank(1, fingerprint=None)), "recipe", None),
+        ((good_rank(0), good_rank(1, plugin=False)), "plugin", False),
+        ((good_rank(0), good_rank(1, replaced=(REPLACED,))), "replaced", REPLACED),
+        ((good_rank(0), good_rank(1, operators={"RMSNorm": 8, "Other": 1})), "operators", "1 Other, 8 RMSNorm"),
+    ],
+)
+def test_check_rank_that_differs_is_named(
+    engine: EngineDescription, ranks: tuple[RankReport, ...], field: str, value: Any
+) -> None:
+    two = dataclasses.replace(engine, tensor_parallel=2)
+    assert rollout_graph(dataclasses.replace(two, ranks=(good_rank(0), good_rank(1)))).faults == ()
+    (fault,) = rollout_graph(dataclasses.replace(two, ranks=ranks)).faults
+    assert (fault.node, fault.field, fault.rollout) == ("rank 1", field, value)
+    assert "plugin jetrl_megatron in every worker" in fault.setting
+
+
+def test_check_loaded_model_without_reports_names_every_rank(engine: EngineDescription) -> None:
+    loaded = dataclasses.replace(engine, tensor_parallel=2, modules=(), ranks=None)
+    assert [fault.node for fault in rollout_graph(loaded).faults] == ["rank 0", "rank 1"]
