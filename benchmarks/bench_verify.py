@@ -25,6 +25,8 @@ from benchmarks.common import require_hopper
 from benchmarks.random_models import RandomModel
 from benchmarks.warm_up import Product, compile_product, order
 from jetrl_megatron import Fp8BlockRecipe
+from jetrl_megatron.ops.bf16_linear import row_invariant_linear
+from jetrl_megatron.verify.forward import packs
 
 CASES: dict[str, RandomModel | None] = {
     "qwen3_1024": RandomModel(family="qwen3", hidden=1024, intermediate=3072, heads=8, kv_heads=4, layers=8),
@@ -33,7 +35,9 @@ CASES: dict[str, RandomModel | None] = {
     "llama_8192": RandomModel(family="llama", hidden=8192, intermediate=28672, heads=64, kv_heads=8, layers=2),
     "smollm2": None,
 }
-FURTHER = ((300, 600), (4, 7900))
+BATCHES = "64x600,300x600,4x7900"
+PROMPT = 32
+TOKENS_PER_FORWARD = 16384
 CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 304)
 ENGINE: dict[str, Any] = {
     # Few sizes to capture, since DeepGEMM compiles for each; enough memory for the cache, without measuring it.
@@ -52,7 +56,8 @@ def main() -> None:
     parser.add_argument("--scale-format", choices=("ue8m0", "fp32"), default="ue8m0", help="of the recipe")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps before the weight update")
     parser.add_argument("--compare", action="store_true", help="also score with ordinary operators, and in BF16")
-    parser.add_argument("--short", action="store_true", help="64 sequences of 600 tokens alone")
+    parser.add_argument("--batches", default=BATCHES, help=f"sequences x generated tokens (default: {BATCHES})")
+    parser.add_argument("--keep", type=Path, help="existing folder for models, requests and logs")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile DeepGEMM's kernels first")
     options = parser.parse_args()
@@ -70,17 +75,18 @@ def run(name: str, options: argparse.Namespace, command: str) -> int:
     from jetrl_megatron.verify.run import VerifyOptions, verify
 
     model, started = CASES[name], time.perf_counter()
+    (sequences, tokens), *further = batches(options)
     label = name + (f"_tp{options.tp}" if options.tp > 1 else "")
     label += "" if options.scale_format == "ue8m0" else f"_{options.scale_format}"
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
-        home = Path(folder)
+        home = options.keep or Path(folder)
         train = write_smollm(home / name) if model is None else model.write(home / name)
         rollout = export_hf_folder(train, home / f"{name}-fp8", Fp8BlockRecipe(scale_format=options.scale_format))
         print(f"{name}: model made, {time.perf_counter() - started:.0f} s", flush=True)
         if model is not None:
             compile_kernels(model, options)
             print(f"{name}: kernels compiled, {time.perf_counter() - started:.0f} s", flush=True)
-        work = home / "work"
+        work = home / f"{name}-work"
         work.mkdir()
         try:
             report = verify(
@@ -88,7 +94,11 @@ def run(name: str, options: argparse.Namespace, command: str) -> int:
                     train=train,
                     rollout=rollout,
                     tp=options.tp,
-                    further=() if options.short else FURTHER,
+                    sequences=sequences,
+                    tokens=tokens,
+                    further=tuple(further),
+                    prompt_tokens=PROMPT,
+                    tokens_per_forward=TOKENS_PER_FORWARD,
                     variants=("parity", "ordinary", "bf16") if options.compare else ("parity",),
                     steps=options.steps,
                     engine_args=ENGINE,
@@ -115,12 +125,33 @@ def compile_kernels(model: RandomModel, options: argparse.Namespace) -> None:
         (2 * model.intermediate // tp, model.hidden),
         (model.hidden, model.intermediate // tp),
     ]
-    tokens = {*CAPTURED, 64 * 32, 300 * 32, 25 * 632, 14 * 632, 2 * 7932}
-    wanted = {Product(m, n, k, along_tokens=False) for m in tokens for n, k in linears}
+    rows, scored = set(CAPTURED), set()
+    for sequences, tokens in batches(options):
+        rows |= {sequences * PROMPT}
+        for pack in packs([PROMPT + tokens] * sequences, TOKENS_PER_FORWARD):
+            rows |= {len(pack) * (PROMPT + tokens)}
+            scored |= {sequences, len(pack) * tokens}
+    wanted = {Product(m, n, k, along_tokens=False) for m in rows for n, k in linears}
+    heads = [(m, model.vocabulary // tp, model.hidden) for m in sorted(scored)]
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
+        head = pool.starmap_async(compile_head, heads, chunksize=1)
         for _ in pool.imap_unordered(compile_product, order(wanted)):
             pass
+        head.get()
+
+
+def compile_head(rows: int, columns: int, depth: int) -> None:
+    """Runs lm_head's product once."""
+    x, weight = (torch.ones(size, depth, dtype=torch.bfloat16, device="cuda") for size in (rows, columns))
+    row_invariant_linear(x, weight)
+    torch.cuda.synchronize()
     torch.cuda.empty_cache()
+
+
+def batches(options: argparse.Namespace) -> list[tuple[int, int]]:
+    """Sequences and generated tokens of each batch."""
+    pairs = (batch.split("x") for batch in options.batches.split(","))
+    return [(int(sequences), int(tokens)) for sequences, tokens in pairs]
 
 
 if __name__ == "__main__":
