@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import shlex
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -62,9 +61,19 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=12, help="processes that compile DeepGEMM's kernels first")
     options = parser.parse_args()
     require_hopper()
-    command = shlex.join(["python", "-m", "benchmarks.bench_verify", *sys.argv[1:]])
+    command = command_of(options, parser)
     statuses = [run(name, options, command) for name in options.cases.split(",")]
     raise SystemExit(max(statuses))
+
+
+def command_of(options: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
+    """The command line for the rows: what decides a result, and not where files lie."""
+    words = ["python", "-m", "benchmarks.bench_verify"]
+    for name, value in vars(options).items():
+        if name in ("keep", "out", "workers") or value == parser.get_default(name):
+            continue
+        words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    return shlex.join(words)
 
 
 def run(name: str, options: argparse.Namespace, command: str) -> int:
