@@ -212,8 +212,8 @@ class Fp8BlockRecipe:
     def to_vllm_env(self) -> dict[str, str]:
         """Environment of a vLLM process that serves this recipe.
 
-        `VLLM_USE_DEEP_GEMM_E8M0` on: vLLM rounds activation scales, and requantises weights, to powers of two. The V2 model
-        runner is the one whose log-probs training reproduces.
+        `VLLM_USE_DEEP_GEMM_E8M0` on: vLLM rounds activation scales, and requantises weights, to powers of two. The V2
+        model runner is the one whose log-probs training reproduces.
         """
         return {
             "VLLM_USE_DEEP_GEMM": "1",

@@ -164,7 +164,7 @@ def jetrl_spec(spec: Any, recipe: Fp8BlockRecipe = JETRL_FP8, *, parity: bool = 
 
     With `parity`, norms, RoPE and attention become operators whose forward gives vLLM's bytes (`JetRLRMSNorm`,
     `JetRLSelfAttention`, `JetRLFlashAttention`), where the rollout runs with `recipe.to_vllm_engine_args()`. Final norm
-    and output layer are no part of a layer spec: `use_parity_output_layer(model)` swaps those.
+    and output layer are no part of a layer spec: `use_parity_head(model)` swaps those.
 
     Args:
         spec: ModuleSpec, a submodules dataclass, functools.partial, list, or class. Not modified.

@@ -1,7 +1,7 @@
 """RMSNorm of attention heads: many short rows, several to a program.
 
-A row is reduced within its program's tile, whose shape depends on the head size alone, so a row's result depends neither
-on how many rows there are nor on where it stands.
+A row is reduced within its program's tile, whose shape depends on the head size alone, so a row's result depends
+neither on how many rows there are nor on where it stands.
 """
 
 # Shape suffixes: T tokens, H heads, D head size, P programs of the backward kernel.

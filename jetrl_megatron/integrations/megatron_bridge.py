@@ -78,7 +78,7 @@ def build_model(
         ImportError: Megatron-core or Megatron-Bridge is missing.
     """
     if parity and recipe is None:
-        raise ValueError("parity=True without a recipe: a BF16 model has no FP8 rollout to equal; pass recipe=JETRL_FP8")
+        raise ValueError("parity=True needs a recipe: a BF16 model has no FP8 rollout to equal; pass recipe=JETRL_FP8")
     if not torch.cuda.is_available():
         megatron_cpu.install()
     bridge = import_bridge()
@@ -101,9 +101,9 @@ def build_model(
             wrap_with_ddp=bool(ddp), ddp_config=_ddp_config(ddp), use_cpu_initialization=not torch.cuda.is_available()
         )
     if parity:
-        from jetrl_megatron.layers import use_parity_output_layer
+        from jetrl_megatron.layers import use_parity_head
 
-        models = [use_parity_output_layer(model) for model in models]
+        models = [use_parity_head(model) for model in models]
     return models
 
 
@@ -115,7 +115,7 @@ def use_jetrl(provider: Any, recipe: Fp8BlockRecipe = JETRL_FP8, *, parity: bool
     Args:
         provider: a GPTModelProvider, before `provide` or `provide_distributed_model` is called; modified.
         recipe: which linears run in FP8 and how.
-        parity: see `jetrl_spec`; call `use_parity_output_layer` on the models that the provider makes.
+        parity: see `jetrl_spec`; call `use_parity_head` on the models that the provider makes.
 
     Returns:
         the provider.

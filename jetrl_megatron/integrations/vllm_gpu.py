@@ -3,16 +3,17 @@
 An engine started with `Fp8BlockRecipe.to_vllm_engine_args()` gets them; any other engine keeps vLLM's own. Operator by
 operator, vLLM 0.26:
 
-| operator   | here                                        | why                                                          |
-|------------|---------------------------------------------|--------------------------------------------------------------|
-| RMSNorm    | the kernels of training, as provider        | vLLM's change their reduction at 256 tokens; Inductor's      |
-|            | "jetrl" of vLLM's own IR operators          | belong to a compiled graph that training has not             |
-| SwiGLU     | the kernel of training, in SiluAndMul       | so that training may fuse it with quantisation               |
-| RoPE       | vLLM's own CUDA operator                    | one float32 sum of exact products: easy to meet              |
-| attention  | vLLM's FlashAttention 3, num_splits = 1     | training calls the same binary; split KV depends on the batch|
-| linears    | vLLM's DeepGEMM path                        | training calls the same kernels                              |
-| lm_head    | DeepGEMM's BF16 product                     | cuBLAS chooses by the number of rows                         |
-| log-prob   | vLLM's own Triton kernel (V2 model runner)  | training sums in its order                                   |
+| operator  | here                                       | why                                                      |
+|-----------|--------------------------------------------|----------------------------------------------------------|
+| RMSNorm   | the kernels of training, as provider       | vLLM's change their reduction at 256 tokens; Inductor's  |
+|           | "jetrl" of vLLM's own IR operators         | belong to a compiled graph that training has not         |
+| SwiGLU    | the kernel of training, in SiluAndMul      | so that training may fuse it with quantisation           |
+| RoPE      | vLLM's own CUDA operator                   | one float32 sum of exact products: easy to meet          |
+| attention | vLLM's FlashAttention 3, num_splits = 1    | training calls the same binary; a split depends on the   |
+|           |                                            | batch                                                    |
+| linears   | vLLM's DeepGEMM path                       | training calls the same kernels                          |
+| lm_head   | DeepGEMM's BF16 product                    | cuBLAS chooses by the number of rows                     |
+| log-prob  | vLLM's own Triton kernel (V2 model runner) | training sums in its order                               |
 """
 
 # Shape suffixes: T tokens, H heads, D head size, F features of a gated pair's half.
@@ -74,8 +75,8 @@ def engine_recipe(config: VllmConfig | None = None) -> Fp8BlockRecipe | None:
         recipe.require_same(carried, ours="engine arguments", theirs="checkpoint")
     if is_deep_gemm_e8m0_used() != (recipe.scale_format == "ue8m0"):
         raise ValueError(
-            f"VLLM_USE_DEEP_GEMM_E8M0 makes scales {'powers of two' if is_deep_gemm_e8m0_used() else 'float32'}, but the "
-            f"recipe's scale_format is {recipe.scale_format!r}: start vLLM with the environment of recipe.to_vllm_env()"
+            f"VLLM_USE_DEEP_GEMM_E8M0 is {'on' if is_deep_gemm_e8m0_used() else 'off'}, but the recipe's scale_format is "
+            f"{recipe.scale_format!r}: start vLLM with the environment of recipe.to_vllm_env()"
         )
     return recipe
 
@@ -203,8 +204,7 @@ class ParityFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        full: bool = self.use_full_cuda_graph
-        if not full:
+        if not vars(self)["use_full_cuda_graph"]:
             # Without graphs there is no buffer for the schedule that is made ahead; FlashAttention then makes its own.
             self.aot_schedule, self.use_full_cuda_graph = False, True
         # In the steps up to this size the number of splits is bounded by the next attribute: in all of them.

@@ -76,7 +76,8 @@ class JetRLFlashAttention(torch.nn.Module):
         if attention_bias is not None:
             raise ValueError("attention_bias is not supported by parity attention: use jetrl_spec(..., parity=False)")
         if packed_seq_params is not None:
-            out = flash_attention(query, key, value, _packing(packed_seq_params), scale=self.softmax_scale)
+            packing = _packing(packed_seq_params, query.shape[0])
+            out = flash_attention(query, key, value, packing, scale=self.softmax_scale)
             return out.flatten(1)
         length, batch = query.shape[:2]
         starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
@@ -86,10 +87,11 @@ class JetRLFlashAttention(torch.nn.Module):
         return out.view(batch, length, -1).transpose(0, 1).contiguous()
 
 
-def _packing(packed: PackedSeqParams) -> Packing:
+def _packing(packed: PackedSeqParams, tokens: int) -> Packing:
     if packed.qkv_format != "thd":
         raise ValueError(f"packed_seq_params.qkv_format={packed.qkv_format!r}: parity attention takes 'thd'")
-    return Packing(_starts(packed).to(torch.int32), int(packed.max_seqlen_q))
+    starts, longest = _starts(packed).to(torch.int32), int(packed.max_seqlen_q)
+    return Packing(starts, longest, equal=(len(starts) - 1) * longest == tokens)
 
 
 def _starts(packed: PackedSeqParams) -> torch.Tensor:

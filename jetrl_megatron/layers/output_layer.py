@@ -70,7 +70,7 @@ class JetRLOutputLayer(ColumnParallelLinear):
         return y
 
 
-def use_parity_output_layer(model: Any) -> Any:
+def use_parity_head(model: Any) -> Any:
     """Makes what follows the decoder's layers in a GPTModel or HybridModel parity operators: final norm, output layer.
 
     Megatron builds both itself, not from the layer spec, so this follows the model's construction. Parameters,

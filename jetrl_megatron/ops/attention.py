@@ -41,7 +41,7 @@ class Packing:
     Attributes:
         starts: int32 [B + 1] on the device, where each sequence starts, and the end of the last one.
         longest: tokens of the longest sequence.
-        equal: whether all have that length.
+        equal: whether all have that length; cuDNN then takes the gradient, in half the time.
     """
 
     starts: torch.Tensor
@@ -64,8 +64,10 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse_HT = ctx.saved_tensors
         backward = _dense_backward if ctx.packing.equal else _packed_backward
-        return *backward(dout.contiguous(), *ctx.saved_tensors, ctx.packing, ctx.scale), None, None
+        dq, dk, dv = backward(dout.contiguous(), q, k, v, out, lse_HT, ctx.packing, ctx.scale)
+        return dq, dk, dv, None, None
 
 
 def _no_dropout(device: torch.device) -> torch.Tensor:

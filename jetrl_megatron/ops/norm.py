@@ -1,7 +1,7 @@
 """RMSNorm with a gradient: one order of summation for a row, whatever the number of rows, on both sides.
 
-On a Hopper GPU the kernels of `jetrl_megatron.kernels` (or the CUDA extension's) compute it; vLLM runs the same ones through
-its plugin. Elsewhere it is plain torch.
+On a Hopper GPU the kernels of `jetrl_megatron.kernels` (or the CUDA extension's) compute it; vLLM runs the same ones
+through its plugin. Elsewhere it is plain torch.
 """
 
 # Shape suffixes: M rows, K features, H heads.

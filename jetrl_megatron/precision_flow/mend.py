@@ -96,7 +96,7 @@ ROLLOUT_MEND: Mend = MappingProxyType(
 """What to change on the rollout's side: see `graph.Mend`."""
 
 _RECIPE = "build the layers with the recipe that the rollout's checkpoint carries: jetrl_spec(spec, recipe)"
-_PARITY = "build the model with jetrl_spec(spec, recipe, parity=True) and use_parity_output_layer(model)"
+_PARITY = "build the model with jetrl_spec(spec, recipe, parity=True) and use_parity_head(model)"
 
 TRAINING_MEND: Mend = MappingProxyType(
     {
@@ -140,7 +140,7 @@ TRAINING_MEND: Mend = MappingProxyType(
         "residual_add.dtype": {"*": "fp32_residual_connection=False"},
         "residual_add.result": {"*": "fp32_residual_connection=False"},
         "lm_head.kernel": {
-            "jetrl": "use_parity_output_layer(model)",
+            "jetrl": "use_parity_head(model)",
             "exact": "score under jetrl_megatron.verify.exact_sums.ExactSums and tell training_graph(exact_sums=True)",
         },
         "log_prob.kernel": {

@@ -21,6 +21,7 @@ from jetrl_megatron.layers import (
     JetRLRowParallelLinear,
 )
 from jetrl_megatron.ops.backends import ReferenceQuantizer
+from jetrl_megatron.ops.log_prob import token_log_probs
 
 # hidden, heads, KV heads, head_dim, FFN: head_dim 64 with half tiles, and fewer KV heads than ranks.
 QWEN_0_5B = (896, 14, 2, 64, 4864)
@@ -218,9 +219,28 @@ LINEARS = [
     ("proj", "few_kv", FEW_KV_HEADS, 4),
 ]
 
+
+def log_probs(tp: int) -> Callable[[], dict[str, Any]]:
+    """Log-probs of 7 tokens (no multiple of the ranks) over 96 columns, 91 of them real, and the logits' gradient."""
+
+    def body() -> dict[str, Any]:
+        parallel(tp)
+        generator = torch.Generator().manual_seed(7)
+        whole_TV = (torch.randn(7, 96, generator=generator) * 3).bfloat16()
+        targets_T = torch.tensor([0, 90, 17, 48, 47, 3, 60])
+        mine_TW = whole_TV.chunk(tp, 1)[mpu.get_tensor_model_parallel_rank()].clone().requires_grad_()
+        group = mpu.get_tensor_model_parallel_group() if tp > 1 else None
+        found = token_log_probs(mine_TW, targets_T, vocabulary=91, group=group)
+        (found * torch.linspace(-1, 1, 7)).sum().backward()
+        return {"log_probs": found.detach(), "gradient": mine_TW.grad}
+
+    return body
+
+
 BODIES: dict[str, Callable[[], Any]] = {
     **{f"{kind}_{name}_tp{tp}": linear(kind, shape, tp) for kind, name, shape, most in LINEARS for tp in (1, most)},
     "odd_tokens": odd_tokens,
     "frozen": frozen,
     **MLPS,
+    **{f"log_probs_tp{tp}": log_probs(tp) for tp in (1, 2, 4)},
 }

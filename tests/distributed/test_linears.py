@@ -96,6 +96,13 @@ def test_frozen_weight_gives_the_same_dx_exact(ranks):
             assert torch.equal(trainable, frozen)
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+def test_log_probs_do_not_depend_on_tensor_parallelism_exact(ranks, tp):
+    whole, parts = ranks["log_probs_tp1"][0], ranks[f"log_probs_tp{tp}"][:tp]
+    assert all(torch.equal(part["log_probs"], whole["log_probs"]) for part in parts)
+    assert torch.equal(torch.cat([part["gradient"] for part in parts], 1), whole["gradient"])
+
+
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 

@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -381,13 +381,13 @@ def _all_cases() -> Iterator[tuple[str, Case]]:
 CASES: dict[str, Case] = dict(_all_cases())
 
 
-def main() -> None:
+def run(cases: Mapping[str, Case]) -> None:
     """Runs every case, and says of each what came out."""
     correct_interpreter()
     torch.set_num_threads(1)
     # Also fills what is allocated with NaN, so that what a kernel leaves out shows.
     torch.use_deterministic_algorithms(True)
-    for name, body in CASES.items():
+    for name, body in cases.items():
         failure = None
         try:
             body()
@@ -397,4 +397,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(CASES)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from jetrl_megatron.layers import use_parity_output_layer
+from jetrl_megatron.layers import use_parity_head
 from jetrl_megatron.precision_flow import CheckReport, EngineDescription, PrecisionGraph, check, rollout_graph
 from jetrl_megatron.recipe import JETRL_FP8, Fp8BlockRecipe
 from jetrl_megatron.spec import get_gpt_layer_jetrl_spec
@@ -61,7 +61,7 @@ def gpt(spec: Any = None, settings: TransformerConfig | None = None, **options: 
 def parity_gpt(recipe: Fp8BlockRecipe = JETRL_FP8, **changes: Any) -> GPTModel:
     """The same model with the operators of the rollout on a GPU."""
     spec = get_gpt_layer_jetrl_spec(normalization="RMSNorm", qk_layernorm=True, recipe=recipe, parity=True)
-    model: GPTModel = use_parity_output_layer(gpt(spec, config(**changes)))
+    model: GPTModel = use_parity_head(gpt(spec, config(**changes)))
     return model
 
 

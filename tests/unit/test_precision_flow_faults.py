@@ -336,7 +336,7 @@ def test_check_ordinary_operators_in_training(engine: EngineDescription) -> None
         assert "parity=True" in kernels[node].setting
     assert "parity=True" in kernels["model.layers.0.self_attn.attn"].setting
     assert "parity=True" in kernels["model.layers.0.self_attn.rotary_emb"].setting
-    assert "use_parity_output_layer" in kernels["lm_head"].setting
+    assert "use_parity_head" in kernels["lm_head"].setting
     assert "token_log_probs" in kernels["log_prob"].setting
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-from jetrl_megatron.layers import use_parity_output_layer
+from jetrl_megatron.layers import use_parity_head
 from jetrl_megatron.precision_flow import EngineDescription, EngineModule, PrecisionGraph, RankReport, rollout_graph
 from jetrl_megatron.precision_flow.training import training_graph
 from jetrl_megatron.spec import jetrl_spec
@@ -34,7 +34,7 @@ def test_check_refuses_experts_on_both_sides(engine: EngineDescription) -> None:
     changes = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 256, "moe_layer_freq": [0, 1]}
     settings = config(**changes, moe_token_dispatcher_type="allgather")
     block = get_gpt_decoder_block_spec(settings, use_transformer_engine=False, normalization="RMSNorm")
-    model = use_parity_output_layer(gpt(jetrl_spec(block, parity=True), settings))
+    model = use_parity_head(gpt(jetrl_spec(block, parity=True), settings))
     report = found(training_graph(model, device=CUDA), engine, experts=4, architecture="Qwen3MoeForCausalLM")
     refused = {(entry.node, entry.side) for entry in report.not_promised}
     assert ("model.layers.1.mlp.experts", "training") in refused

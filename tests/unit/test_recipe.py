@@ -1,6 +1,7 @@
 """The recipe: validation, fingerprint, projections."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -101,5 +102,19 @@ def test_recipe_vllm_projection_is_complete():
         "ignored_layers": ["model.layers.0.mlp.down_proj"],
         "modules_to_not_convert": ["model.layers.0.mlp.down_proj"],
     }
-    assert JETRL_FP8.to_vllm_env() == {"VLLM_USE_DEEP_GEMM_E8M0": "1"}
-    assert Fp8BlockRecipe(scale_format="fp32").to_vllm_env() == {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
+
+
+def test_to_vllm_env_follows_the_scale_format():
+    fp32 = Fp8BlockRecipe(scale_format="fp32").to_vllm_env()
+    assert JETRL_FP8.to_vllm_env() == {**fp32, "VLLM_USE_DEEP_GEMM_E8M0": "1"}
+    assert fp32 == {"VLLM_USE_DEEP_GEMM": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_USE_DEEP_GEMM_E8M0": "0"}
+
+
+def test_to_vllm_engine_args_are_json_and_carry_the_recipe():
+    recipe = Fp8BlockRecipe(scale_format="fp32")
+    arguments = recipe.to_vllm_engine_args()
+    assert json.loads(json.dumps(arguments)) == arguments
+    assert Fp8BlockRecipe.from_stamp(arguments["additional_config"]["jetrl"], "test") == recipe
+    assert not any(arguments["compilation_config"]["pass_config"].values())
+    arguments["compilation_config"]["pass_config"]["fuse_norm_quant"] = True
+    assert not recipe.to_vllm_engine_args()["compilation_config"]["pass_config"]["fuse_norm_quant"]
