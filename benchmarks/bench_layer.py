@@ -3,6 +3,8 @@
 With TransformerEngine the BF16 layer is Megatron's own TransformerEngine spec with fused gradient accumulation, and
 JetRL's is `jetrl_spec` of that spec, so norms of q and k, attention and RoPE are the same; TransformerEngine's
 blockwise FP8 is a further peer. Without it, both sides run Megatron's local modules around torch's fused attention.
+"jetrl_parity" is the layer whose forward gives vLLM's bytes (`jetrl_spec(..., parity=True)`); it needs vLLM's
+FlashAttention 3.
 """
 
 from __future__ import annotations
@@ -55,6 +57,20 @@ def measure(run: Run, model: Model, *, te: bool) -> None:
     for what, phase in (("forward+backward", "total"), ("forward", "forward"), ("backward", "backward")):
         spans = {name: parts[phase] for name, parts in times.items()}
         run.add_times(model, f"layer, {attention}", sequence, spans, what, peers=PEERS)
+        for kind in ("strict", "cached"):
+            parity, plain = f"jetrl_parity_{kind}", f"jetrl_{kind}"
+            if parity in spans:
+                ratio = spans[plain] / spans[parity]
+                run.add(
+                    model,
+                    f"layer, {attention}",
+                    sequence,
+                    f"{parity}/{what}",
+                    spans[parity],
+                    "ms",
+                    peer=plain,
+                    ratio=ratio,
+                )
     del case
     if run.device.type == "cuda":
         torch.cuda.empty_cache()

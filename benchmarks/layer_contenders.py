@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from benchmarks.common import Contender, Model, relative_error, require
 from benchmarks.megatron_state import accumulate_into_main_grad, drop_gradients, quantize_anew, transformer_config
+from jetrl_megatron.ops.attention import attention_refusal
 
 SETS = 2
 
@@ -68,6 +69,9 @@ class LayerCase:
         self.layers["bf16_megatron"] = bf16
         self.layers["jetrl"] = self._build(self._jetrl_spec())
         self._load(self.layers["jetrl"], state)
+        if attention_refusal(device) is None:
+            self.layers["jetrl_parity"] = self._build(self._parity_spec())
+            self._load(self.layers["jetrl_parity"], state)
         if te:
             self.layers["te_blockwise"] = self._build(self._te_spec(), fp8="e4m3", fp8_recipe="blockwise")
             self._load(self.layers["te_blockwise"], state)
@@ -173,6 +177,14 @@ class LayerCase:
         from jetrl_megatron.spec import jetrl_spec
 
         return jetrl_spec(self._te_spec() if self.te else _with_fused_norms(self._local_spec()))
+
+    def _parity_spec(self) -> Any:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+        from jetrl_megatron.spec import jetrl_spec
+
+        local = get_gpt_layer_local_spec(qk_layernorm=self.model.qk_norm, normalization="RMSNorm")
+        return jetrl_spec(self._te_spec() if self.te else _with_fused_norms(local), parity=True)
 
     def _load(self, layer: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
         """Copies the BF16 layer's weights; where norms are modules of their own there, they are fused here."""

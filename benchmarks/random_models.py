@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from jetrl_megatron import Fp8BlockRecipe, quantize_weight
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomModel:
@@ -47,8 +49,12 @@ class RandomModel:
             dtype="bfloat16",
         )
 
-    def write(self, out: Path, seed: int = 0) -> Path:
-        """Writes config.json and model.safetensors with random BF16 weights; residual streams stay of order 1."""
+    def write(self, out: Path, seed: int = 0, recipe: Fp8BlockRecipe | None = None) -> Path:
+        """Writes config.json and model.safetensors with random weights; residual streams stay of order 1.
+
+        Args:
+            recipe: quantise the decoder's linears, as an export does; None keeps BF16.
+        """
         from transformers import AutoModelForCausalLM
 
         config = self.config()
@@ -59,10 +65,18 @@ class RandomModel:
         tensors = {}
         for name, parameter in model.state_dict().items():
             noise = torch.randn(parameter.shape, generator=generator, device=device)
-            tensors[name] = _scaled(name, noise).to(torch.bfloat16).cpu().contiguous()
+            weight = _scaled(name, noise).to(torch.bfloat16)
+            if recipe is not None and name.endswith("proj.weight"):
+                codes = quantize_weight(weight, recipe)
+                tensors[name] = codes.data.cpu().contiguous()
+                tensors[f"{name}_scale_inv"] = codes.scale.cpu().contiguous()
+            else:
+                tensors[name] = weight.cpu().contiguous()
         out.mkdir(parents=True, exist_ok=True)
         save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
         content = config.to_dict() | {"architectures": [type(model).__name__]}
+        if recipe is not None:
+            content |= {"quantization_config": recipe.to_vllm_quantization_config(), "jetrl": recipe.to_stamp()}
         (out / "config.json").write_text(json.dumps(content, indent=1, default=str))
         return out
 
