@@ -1,8 +1,8 @@
 """Log-probs of chosen tokens from logits, summed in the order in which vLLM sums them, and their gradient.
 
 vLLM (0.26, v1/worker/gpu/sample/logprob.py) subtracts the row's maximum, adds the exponentials in blocks of 1024
-columns one block after the other, and returns logit - maximum - log(sum). A block is one tile of four warps whose layout
-Triton derives from the loads, so the kernel here reads as that one does: same block, dtype and alignment of rows.
+columns one block after the other, and returns logit - maximum - log(sum). A block is one tile of four warps whose
+layout Triton derives from the loads, so the kernel here reads as that one does: same block, dtype and alignment.
 """
 
 # Shape suffixes: T tokens, V vocabulary.

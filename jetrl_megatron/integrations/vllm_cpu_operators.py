@@ -32,7 +32,7 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding, RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl, CPUAttentionMetadata
@@ -47,6 +47,7 @@ def register_operators() -> None:
     for layer, ours in (
         (RMSNorm, MegatronRMSNorm),
         (RotaryEmbedding, MegatronRotaryEmbedding),
+        (Llama3RotaryEmbedding, MegatronLlama3RotaryEmbedding),
         (LogitsProcessor, ExactLogitsProcessor),
     ):
         if layer.__name__ not in op_registry_oot:
@@ -94,6 +95,10 @@ class MegatronRotaryEmbedding(RotaryEmbedding):
         forward = super().forward_native if self.as_megatron else super().forward_cpu
         rotated: tuple[torch.Tensor, torch.Tensor | None] = forward(positions, query, key)
         return rotated
+
+
+class MegatronLlama3RotaryEmbedding(Llama3RotaryEmbedding, MegatronRotaryEmbedding):
+    """The same, with the frequencies of Llama 3."""
 
 
 class ExactLogitsProcessor(LogitsProcessor):

@@ -75,8 +75,8 @@ def engine_recipe(config: VllmConfig | None = None) -> Fp8BlockRecipe | None:
         recipe.require_same(carried, ours="engine arguments", theirs="checkpoint")
     if is_deep_gemm_e8m0_used() != (recipe.scale_format == "ue8m0"):
         raise ValueError(
-            f"VLLM_USE_DEEP_GEMM_E8M0 is {'on' if is_deep_gemm_e8m0_used() else 'off'}, but the recipe's scale_format is "
-            f"{recipe.scale_format!r}: start vLLM with the environment of recipe.to_vllm_env()"
+            f"VLLM_USE_DEEP_GEMM_E8M0 is {'on' if is_deep_gemm_e8m0_used() else 'off'}, but the recipe's scale_format "
+            f"is {recipe.scale_format!r}: start vLLM with the environment of recipe.to_vllm_env()"
         )
     return recipe
 

@@ -71,7 +71,8 @@ def _layer(d: EngineDescription, layer: str) -> Iterator[EngineModule]:
     if d.architecture == "Qwen3ForCausalLM":
         for part in ("q_norm", "k_norm"):
             yield _module(d, f"{attention}.{part}", "rms_norm", "RMSNorm")
-    yield _module(d, f"{attention}.rotary_emb", "rope", "RotaryEmbedding" if d.scaling == "default" else d.scaling)
+    plain = d.scaling == "default" or d.scaling.startswith("llama3 ")
+    yield _module(d, f"{attention}.rotary_emb", "rope", "RotaryEmbedding" if plain else d.scaling)
     yield _module(d, f"{attention}.attn", "attention", "Attention")
     yield _linear(d, f"{attention}.o_proj", d.output_bias)
     yield _module(d, f"{layer}.post_attention_layernorm", "rms_norm", "RMSNorm")

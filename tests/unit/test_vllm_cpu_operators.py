@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.model_executor.layers.layernorm import RMSNorm  # noqa: E402
 from vllm.model_executor.layers.logits_processor import LogitsProcessor  # noqa: E402
-from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding  # noqa: E402
+from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding, RotaryEmbedding  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 
@@ -85,12 +85,16 @@ def test_models_without_recipe_keep_vllms_operators_exact(config: VllmConfig) ->
     assert not LogitsProcessor(8).as_megatron and not _attention().as_megatron
 
 
-def test_rotary_embedding_is_megatrons_exact(config: VllmConfig, megatron: None) -> None:
+@pytest.mark.parametrize("llama3", [False, True])
+def test_rotary_embedding_is_megatrons_exact(config: VllmConfig, megatron: None, llama3: bool) -> None:
     tokens = 50
-    rope = RotaryEmbedding(HEAD_DIM, HEAD_DIM, 64, BASE, True, BF16)
+    arguments = HEAD_DIM, HEAD_DIM, 64, BASE, True, BF16
+    rope = Llama3RotaryEmbedding(*arguments, 8.0, 1.0, 4.0, 8192) if llama3 else RotaryEmbedding(*arguments)
+    assert rope.as_megatron
     query, key = _randn(tokens, HEADS * HEAD_DIM), _randn(tokens, GROUPS * HEAD_DIM, seed=1)
     rotated = rope(torch.arange(tokens), query.clone(), key.clone())
-    frequencies = MegatronRope(HEAD_DIM, 1.0, rotary_base=BASE, use_cpu_initialization=True)(tokens)
+    scaling = {"rope_scaling": llama3, "use_cpu_initialization": True}
+    frequencies = MegatronRope(HEAD_DIM, 1.0, rotary_base=BASE, **scaling)(tokens)
     settings = TransformerConfig(num_layers=1, hidden_size=HIDDEN, num_attention_heads=HEADS, kv_channels=HEAD_DIM)
     for ours, x in zip(rotated, (query, key), strict=True):
         expected = apply_rotary_pos_emb(x.view(tokens, 1, -1, HEAD_DIM), frequencies, settings)
