@@ -82,9 +82,8 @@ def generate(model: Model, mode: str, batch: Batch, folder: Path) -> float:
     command = [sys.executable, "-m", "jetrl_megatron.verify.engine", str(path), str(result)]
     run_child(f"{mode} engine", command, folder / f"{mode}.log", {})
     found: dict[str, Any] = json.loads(result.read_text())
-    print(
-        f"{model.name} {mode}: engine up in {found['start_seconds']:.0f} s, {time.perf_counter() - started:.0f} s in all"
-    )
+    seconds = time.perf_counter() - started
+    print(f"{model.name} {mode}: engine up in {found['start_seconds']:.0f} s, {seconds:.0f} s in all", flush=True)
     speed: float = found["batches"][batch.name]["tokens_per_second"]
     return speed
 
