@@ -31,6 +31,8 @@ def main() -> None:
 def draw(rows: Sequence[Row], path: Path) -> None:
     """One picture of one benchmark's rows."""
     bench = rows[0]["bench"]
+    if bench == "bench_training":
+        return draw_curves(rows, path)
     chart, unit, title, line = CHARTS[bench]
     bars = chart(rows)
     groups = list(dict.fromkeys(group for series in bars.values() for group in series))
@@ -48,6 +50,20 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     axes.set_ylabel(unit)
     axes.set_title(f"{title}\n{rows[0]['device']}", fontsize=10)
     figure.legend(loc="outside lower center", ncols=3, fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def draw_curves(rows: Sequence[Row], path: Path) -> None:
+    """The loss of each form of training against the step."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    curves = collect(rows, lambda row: row["metric"].split("/")[0], lambda row: row["m"], "value")
+    for name, losses in curves.items():
+        axes.plot(list(losses), list(losses.values()), label=name, linewidth=1)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel(f"loss, {rows[0]['unit']}")
+    axes.set_title(f"The same run in several forms\n{rows[0]['device']}", fontsize=10)
+    axes.legend()
     figure.savefig(path, dpi=130)
 
 
@@ -81,6 +97,10 @@ def _bandwidth(rows: Sequence[Row]) -> Bars:
     return collect(rows, series, lambda row: row["shape"], "ratio")
 
 
+def _rollout(rows: Sequence[Row]) -> Bars:
+    return collect(rows, lambda row: row["metric"].split("/")[0], lambda row: row["model"], "value")
+
+
 def _memory(rows: Sequence[Row]) -> Bars:
     def series(row: Row) -> str | None:
         return row["metric"].split("/")[1] if row["ratio"] is not None else None
@@ -108,6 +128,7 @@ CHARTS: dict[str, tuple[Callable[[Sequence[Row]], Bars], str, str, float | None]
         "One transformer layer, forward and backward, sequence 8192",
         1.41,
     ),
+    "bench_rollout": (_rollout, "tokens/s", "Generation by vLLM", None),
     "bench_memory": (_memory, "bytes / BF16", "What a linear keeps for backward", 0.55),
 }
 """By benchmark: heights, unit, title, aim."""

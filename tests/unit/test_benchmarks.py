@@ -49,3 +49,13 @@ def test_bench_decode_linear_dry_run_adds_up_the_linears(tmp_path):
     whole = [row["value"] for row in rows if row["shape"] == "all four linears"]
     parts = [row["value"] for row in rows if row["shape"] != "all four linears"]
     assert len(parts) == 4 and whole == [pytest.approx(sum(parts))]
+
+
+def test_bench_training_dry_run_trains_the_same_model_in_two_forms(tmp_path):
+    out = tmp_path / "rows.json"
+    done = bench("training", "--dry-run", "--out", str(out))
+    assert done.returncode == 0, done.stderr[-2000:]
+    losses = {(row["metric"], row["m"]): row["value"] for row in json.loads(out.read_text())}
+    assert set(losses) == {(f"{form}/loss", step) for form in ("bf16_megatron", "jetrl") for step in (1, 2)}
+    # Random tokens of a vocabulary of 256: ln 256 nats, whatever the precision.
+    assert all(abs(loss - 5.545) < 0.5 for loss in losses.values())
