@@ -26,6 +26,7 @@ from benchmarks.warm_up import Product, compile_product, order
 from jetrl_megatron import Fp8BlockRecipe
 from jetrl_megatron.ops.bf16_linear import row_invariant_linear
 from jetrl_megatron.verify.forward import packs
+from jetrl_megatron.verify.training import STEP_SEQUENCES, STEP_TOKENS
 
 CASES: dict[str, RandomModel | None] = {
     "qwen3_1024": RandomModel(family="qwen3", hidden=1024, intermediate=3072, heads=8, kv_heads=4, layers=8),
@@ -126,7 +127,7 @@ def run(name: str, options: argparse.Namespace, command: str) -> int:
 
 
 def compile_kernels(model: RandomModel, options: argparse.Namespace) -> None:
-    """DeepGEMM's kernels for the linears' forward at the sizes that engine and scoring use."""
+    """DeepGEMM's kernels at the sizes that engine, scoring and optimizer steps use."""
     attention, tp = (model.heads + 2 * model.kv_heads) * 128, options.tp
     linears = [
         (attention // tp, model.hidden),
@@ -141,6 +142,11 @@ def compile_kernels(model: RandomModel, options: argparse.Namespace) -> None:
             rows |= {len(pack) * (PROMPT + tokens)}
             scored |= {sequences, len(pack) * tokens}
     wanted = {Product(m, n, k, along_tokens=False) for m in rows for n, k in linears}
+    if options.steps:
+        trained = STEP_SEQUENCES["cuda"] * STEP_TOKENS["cuda"]
+        for n, k in linears:
+            wanted |= {Product(trained, n, k, along_tokens=False), Product(trained, k, n, along_tokens=False)}
+            wanted |= {Product(n, k, trained, along_tokens=True)}
     heads = [(m, model.vocabulary // tp, model.hidden) for m in sorted(scored)]
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
         head = pool.starmap_async(compile_head, heads, chunksize=1)

@@ -23,8 +23,9 @@ from jetrl_megatron.verify.requests import TrainingRequest
 CHECKPOINT, EXPORT = "checkpoint", "rollout"
 """What `request.out` holds afterwards: a torch_dist checkpoint, and the block FP8 export of the same weights."""
 
-_TOKENS = {"cuda": 512, "cpu": 64}
-_SEQUENCES = {"cuda": 4, "cpu": 1}
+STEP_TOKENS = {"cuda": 512, "cpu": 64}
+STEP_SEQUENCES = {"cuda": 4, "cpu": 1}
+"""What one optimizer step sees, by device."""
 
 
 def take_steps(request: TrainingRequest) -> list[float]:
@@ -58,7 +59,7 @@ def _random_tokens(request: TrainingRequest, step: int) -> list[torch.Tensor]:
     kind = device().type
     # A stream of its own for every step, the same on all ranks.
     generator = torch.Generator().manual_seed(request.seed * 1000 + step)
-    tokens_BS = torch.randint(vocabulary, (_SEQUENCES[kind], _TOKENS[kind]), generator=generator)
+    tokens_BS = torch.randint(vocabulary, (STEP_SEQUENCES[kind], STEP_TOKENS[kind]), generator=generator)
     return list(tokens_BS)
 
 
