@@ -29,6 +29,7 @@ def register(subcommands: Any) -> None:
     add("--rollout", metavar="DIR", type=Path, required=True, help="block FP8 folder that vLLM serves")
     add("--hf-config", metavar="DIR", type=Path, help="config.json of a checkpoint's model (default: --rollout's)")
     add("--tp", metavar="N", type=int, default=1, help="tensor-parallel size of both sides (default: 1)")
+    add("--sequence-parallel", action="store_true", help="of training, with --tp 2 or more")
     add("--rollout-tp", metavar="N", type=int, help="of the rollout, if it is another")
     add("--seqs", metavar="M", type=int, default=64, help="sequences (default: 64)")
     add("--tokens", metavar="N", type=int, default=600, help="generated tokens of each (default: 600)")
@@ -60,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         rollout=arguments.rollout,
         hf_config=arguments.hf_config,
         tp=arguments.tp,
+        sequence_parallel=arguments.sequence_parallel,
         rollout_tp=arguments.rollout_tp,
         sequences=arguments.seqs,
         tokens=arguments.tokens,

@@ -70,14 +70,28 @@ def forward_arguments(module: Any, sequences: Sequence[torch.Tensor]) -> dict[st
         ValueError: there are several and the model's attention cannot keep them apart.
     """
     where = next(module.parameters()).device
+    sequences = _padded(module, sequences)
     ids_T = torch.cat(list(sequences)).to(where)
     positions_T = torch.cat([torch.arange(len(ids_S)) for ids_S in sequences]).to(where)
     arguments = {"input_ids": ids_T[None], "position_ids": positions_T[None], "attention_mask": None}
     if packs_sequences(module):
         return {**arguments, "packed_seq_params": _packing([len(ids_S) for ids_S in sequences], where)}
-    if len(sequences) != 1:
-        raise ValueError(f"{len(sequences)} sequences in one forward: this model's attention takes one at a time")
     return {**arguments, "attention_mask": causal_mask(len(ids_T)).to(where)}
+
+
+def _padded(module: Any, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The sequences, and one more of zeros behind them where sequence parallelism wants a multiple of its ranks.
+
+    Where sequences are not packed, the zeros follow in the same one: nothing looks ahead.
+    """
+    packs = packs_sequences(module)
+    if not packs and len(sequences) != 1:
+        raise ValueError(f"{len(sequences)} sequences in one forward: this model's attention takes one at a time")
+    ranks = parallel_state.get_tensor_model_parallel_world_size() if module.config.sequence_parallel else 1
+    padding = torch.zeros(-sum(map(len, sequences)) % ranks, dtype=torch.long)
+    if not len(padding):
+        return list(sequences)
+    return [*sequences, padding] if packs else [torch.cat([sequences[0], padding])]
 
 
 def _packing(lengths: Sequence[int], where: torch.device) -> PackedSeqParams:

@@ -59,6 +59,7 @@ def load_model(request: TrainingRequest, variant: str, checkpoint: str | None, *
     model = build_model(
         request.hf_model,
         tensor_parallel=request.tensor_parallel,
+        sequence_parallel=request.sequence_parallel,
         recipe=None if variant == "bf16" else Fp8BlockRecipe.from_dict(request.recipe),
         load_weights=checkpoint is None,
         ddp=ddp,

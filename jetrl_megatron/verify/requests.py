@@ -143,6 +143,7 @@ class TrainingRequest:
         hf_model: folder with config.json, and with BF16 weights unless a checkpoint has them.
         recipe: `Fp8BlockRecipe.to_dict`.
         tensor_parallel: ranks.
+        sequence_parallel: split activations between tensor-parallel linears along the tokens.
         checkpoint: torch_dist checkpoint with the weights that optimizer steps start from; None takes `hf_model`.
         rollouts: file with the tokens to score.
         scorings: forwards over them; the first one with variant "parity" is also compared with the engine.
@@ -156,6 +157,7 @@ class TrainingRequest:
     hf_model: str
     recipe: Mapping[str, Any]
     tensor_parallel: int = 1
+    sequence_parallel: bool = False
     checkpoint: str | None = None
     rollouts: str = ""
     scorings: tuple[Scoring, ...] = ()
