@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm.ir.op import IrOp
-from vllm.model_executor.custom_op import op_registry_oot
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -18,12 +17,14 @@ from jetrl_megatron.integrations import vllm_gpu
 
 @pytest.fixture
 def registered(monkeypatch):
-    """Registers into copies, so that other tests of this process find vLLM as it was."""
-    monkeypatch.setattr("vllm.model_executor.custom_op.op_registry_oot", dict(op_registry_oot))
-    monkeypatch.setattr(vllm_gpu, "op_registry_oot", {})
+    """Registers into registries of its own, so that other tests of this process find vLLM as it was."""
+    registry: dict[str, type] = {}
+    for module in ("vllm.model_executor.custom_op", vllm_gpu.__name__):
+        monkeypatch.setattr(f"{module}.op_registry_oot", registry)
     for name in ("rms_norm", "fused_add_rms_norm"):
         monkeypatch.setattr(IrOp.registry[name], "impls", dict(IrOp.registry[name].impls))
     vllm_gpu.register_gpu_operators()
+    assert set(registry) == {"SiluAndMul", "LogitsProcessor"}
 
 
 @dataclasses.dataclass
