@@ -110,7 +110,7 @@ def _packing(packed: PackedSeqParams, tokens: int) -> Packing:
     known: tuple[Any, Packing] | None = getattr(packed, "jetrl_packing", None)
     if known is None or known[0] != key:
         known = key, _read_packing(starts.to(torch.int32), tokens)
-        packed.jetrl_packing = known  # type: ignore[attr-defined]
+        packed.jetrl_packing = known
     return known[1]
 
 
