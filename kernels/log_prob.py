@@ -97,7 +97,7 @@ def token_log_probs(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> tuple[t
     log_probs, maxima, totals = torch.empty(3, tokens, dtype=torch.float32, device=logits_TV.device)
     if tokens > 0:
         _forward_kernel[(tokens,)](
-            logits_TV, logits_TV.stride(0), targets_T, vocabulary, log_probs, maxima, totals, BLOCK=_BLOCK
+            logits_TV, logits_TV.stride(0), targets_T.contiguous(), vocabulary, log_probs, maxima, totals, BLOCK=_BLOCK
         )
     return log_probs, maxima, totals
 
@@ -125,7 +125,7 @@ def token_log_probs_backward(
     out_TV = torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
     if logits_TV.numel() > 0:
         _backward_kernel[(tokens, triton.cdiv(vocabulary, _BLOCK))](
-            gradient_T.contiguous(), logits_TV, logits_TV.stride(0), targets_T, first_column, maximum_T, total_T,
-            vocabulary, out_TV, out_TV.stride(0), BLOCK=_BLOCK,
+            gradient_T.contiguous(), logits_TV, logits_TV.stride(0), targets_T.contiguous(), first_column, maximum_T,
+            total_T, vocabulary, out_TV, out_TV.stride(0), BLOCK=_BLOCK,
         )  # fmt: skip
     return out_TV

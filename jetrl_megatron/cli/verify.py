@@ -17,6 +17,7 @@ Checks the rollout folder and the precision flow of both sides, lets vLLM genera
 Megatron model score the same tokens. Runs on this machine's GPUs, or on its CPUs where it has none. The status is 0
 where zero mismatch holds or is not promised (the report says why), 1 where it is promised and does not hold, 2 for bad
 input, and 3 where an engine or a rank failed."""
+_PLOTS = (".png", ".pdf", ".svg")
 
 
 def register(subcommands: Any) -> None:
@@ -54,8 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     from jetrl_megatron.verify.run import VerifyOptions, verify
 
     for path in (arguments.json, arguments.plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{path}: {path.absolute().parent} is no folder: create it first")
+        _check_output(path)
+    if arguments.plot is not None and arguments.plot.suffix not in _PLOTS:
+        raise ValueError(f"plot={arguments.plot}: name a file that ends in one of {', '.join(_PLOTS)}")
     options = VerifyOptions(
         train=arguments.train,
         rollout=arguments.rollout,
@@ -81,12 +83,21 @@ def run(arguments: argparse.Namespace) -> int:
     except ChildError as error:
         print(f"jetrl verify: {error}", file=sys.stderr)
         return 3
+    print(report.to_markdown())
     if arguments.json:
         report.write_json(arguments.json)
     if arguments.plot:
         report.write_plot(arguments.plot)
-    print(report.to_markdown())
     return report.status
+
+
+def _check_output(path: Path | None) -> None:
+    if path is None:
+        return
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{path}: {path.absolute().parent} is no folder: create it first")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: name a file")
 
 
 def _pair(text: str) -> tuple[int, int]:

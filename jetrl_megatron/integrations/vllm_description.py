@@ -218,6 +218,8 @@ def _architecture(model: Any) -> dict[str, Any]:
 
 def _scaling(rope: Mapping[str, Any]) -> str:
     kind = rope.get("rope_type", "default")
+    if float(rope.get("partial_rotary_factor", 1.0)) != 1:
+        return f"{kind}: {dict(rope)}"
     if kind == "llama3" and all(float(rope[key]) == value for key, value in _LLAMA3.items()):
         return f"llama3 {float(rope['factor']):.4g}"
     return str(kind) if kind == "default" else f"{kind}: {dict(rope)}"

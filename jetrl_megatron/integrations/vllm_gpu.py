@@ -188,10 +188,15 @@ class ParityLogitsProcessor(LogitsProcessor):
     def _apply_head(
         self, lm_head: VocabParallelEmbedding, hidden_states: torch.Tensor, embedding_bias: torch.Tensor | None
     ) -> torch.Tensor:
-        weight: torch.Tensor = lm_head.weight
-        if not self.parity or embedding_bias is not None or weight.dtype != torch.bfloat16:
+        if not self.parity:
             logits: torch.Tensor = super()._apply_head(lm_head, hidden_states, embedding_bias)
             return logits
+        weight: torch.Tensor = lm_head.weight
+        if embedding_bias is not None or weight.dtype != torch.bfloat16:
+            raise ValueError(
+                f"lm_head is {weight.dtype}, bias={embedding_bias is not None}: the parity lm_head is BF16 without "
+                "bias; serve without recipe.to_vllm_engine_args()"
+            )
         result: torch.Tensor = _head_operator(hidden_states, weight)
         return result
 

@@ -47,6 +47,7 @@ class JetRLFlashAttention(torch.nn.Module):
             ("context_parallel_size", config.context_parallel_size, 1),
             ("window_size", config.window_size, None),
             ("apply_query_key_layer_scaling", config.apply_query_key_layer_scaling, False),
+            ("softmax_type", config.softmax_type, "vanilla"),
             ("attention_type", attention_type, "self"),
         ):
             if value != allowed:
@@ -54,6 +55,7 @@ class JetRLFlashAttention(torch.nn.Module):
                     f"config.{name}={value!r}: parity attention computes with {allowed!r} alone; set it so, or use "
                     "jetrl_spec(..., parity=False)"
                 )
+        _check_mask_type(attn_mask_type)
         self.config = config
         self.softmax_scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
 
@@ -75,6 +77,13 @@ class JetRLFlashAttention(torch.nn.Module):
             raise ValueError(f"parity attention cannot run: {refusal}")
         if attention_bias is not None:
             raise ValueError("attention_bias is not supported by parity attention: use jetrl_spec(..., parity=False)")
+        if attn_mask_type is not None:
+            _check_mask_type(attn_mask_type)
+        if key.shape[0] != query.shape[0]:
+            raise ValueError(
+                f"{key.shape[0]} keys for {query.shape[0]} queries: parity attention has no key-value cache; generate "
+                "with the rollout engine"
+            )
         if packed_seq_params is not None:
             packing = _packing(packed_seq_params, query.shape[0])
             out = flash_attention(query, key, value, packing, scale=self.softmax_scale)
@@ -87,27 +96,51 @@ class JetRLFlashAttention(torch.nn.Module):
         return out.view(batch, length, -1).transpose(0, 1).contiguous()
 
 
+def _check_mask_type(mask_type: AttnMaskType) -> None:
+    if mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
+        raise ValueError(f"attn_mask_type={mask_type}: parity attention is causal alone; use parity=False")
+
+
 def _packing(packed: PackedSeqParams, tokens: int) -> Packing:
     if packed.qkv_format != "thd":
         raise ValueError(f"packed_seq_params.qkv_format={packed.qkv_format!r}: parity attention takes 'thd'")
-    starts, longest = _starts(packed).to(torch.int32), int(packed.max_seqlen_q)
-    return Packing(starts, longest, equal=(len(starts) - 1) * longest == tokens)
+    # Once for all layers, since the lengths are read on the host.
+    starts = _starts(packed)
+    key = (starts.data_ptr(), starts._version, tokens)
+    known: tuple[Any, Packing] | None = getattr(packed, "jetrl_packing", None)
+    if known is None or known[0] != key:
+        known = key, _read_packing(starts.to(torch.int32), tokens)
+        packed.jetrl_packing = known
+    return known[1]
+
+
+def _read_packing(starts: torch.Tensor, tokens: int) -> Packing:
+    # Padding behind a sequence is attended by itself alone; nobody reads what comes out. `max_seqlen_q` may leave it
+    # out, and tokens behind the last sequence may be in no sequence.
+    lengths = starts.diff().tolist()
+    rest = tokens - sum(lengths)
+    if rest < 0:
+        raise ValueError(f"packed_seq_params holds {sum(lengths)} tokens, and {tokens} came")
+    if rest:
+        starts, lengths = torch.cat([starts, starts.new_tensor([tokens])]), [*lengths, rest]
+    return Packing(starts, max(lengths), equal=len(set(lengths)) == 1)
 
 
 def _starts(packed: PackedSeqParams) -> torch.Tensor:
-    # Padding behind a sequence is attended by itself alone; nobody reads what comes out.
     starts = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
     assert isinstance(starts, torch.Tensor)
     return starts
 
 
-def _positions(tokens: int, batch: int, packed: PackedSeqParams | None, device: torch.device) -> torch.Tensor:
-    """Position of each row of [s, b, ...], flattened: int64 [T]."""
+def _positions(
+    tokens: int, batch: int, packed: PackedSeqParams | None, device: torch.device, rows: int
+) -> torch.Tensor:
+    """Position of each row of [s, b, ...], flattened: int64 [T]. Padding may have more than the `rows` angles."""
     index = torch.arange(tokens, device=device)
     if packed is None:
         return index // batch
     starts = _starts(packed).long()
-    return index - starts[torch.searchsorted(starts, index, right=True) - 1]
+    return (index - starts[torch.searchsorted(starts, index, right=True) - 1]).clamp_max(rows - 1)
 
 
 class JetRLSelfAttention(SelfAttention):
@@ -135,7 +168,18 @@ class JetRLSelfAttention(SelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> Any:
-        """See Megatron's SelfAttention; RoPE is applied where query and key are made."""
+        """See Megatron's SelfAttention; RoPE is applied where query and key are made.
+
+        Raises:
+            ValueError: an inference context is given, whose keys and positions lie in a cache.
+        """
+        # Of the positional parameters the mask comes first, key_value_states second, the context third.
+        context = args[2] if len(args) > 2 else kwargs.get("inference_context")
+        if context is not None or kwargs.get("inference_params") is not None:
+            raise ValueError(
+                "Megatron's inference is not among the parity operators: generate with the rollout engine, or build "
+                "the model with jetrl_spec(..., parity=False)"
+            )
         angles = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
         no_rope = self.config.no_rope_freq
         self._angles = None if no_rope and no_rope[self.layer_number - 1] else angles
@@ -168,6 +212,6 @@ class JetRLSelfAttention(SelfAttention):
             # Megatron hands the same tensor to every layer and, for one length, in every step.
             cos_sin = angles.jetrl_cos_sin = cos_sin_cache(angles)  # type: ignore[attr-defined]
         length, batch = query.shape[:2]
-        positions = _positions(length * batch, batch, self._packed, query.device)
+        positions = _positions(length * batch, batch, self._packed, query.device, len(cos_sin))
         rotated = (rope(x.flatten(0, 1), positions, cos_sin).view(x.shape) for x in (query, key))
         return next(rotated), next(rotated)

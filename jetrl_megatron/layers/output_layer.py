@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
+    LinearWithFrozenWeight,
     LinearWithGradAccumulationAndAsyncCommunication,
 )
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -39,6 +40,22 @@ class _RowInvariantLinear(torch.autograd.Function):
         return dx, dw, None
 
 
+class _FrozenRowInvariantLinear(torch.autograd.Function):
+    """The same for a weight that takes no gradient."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[attr-defined, untyped-decorator]
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, allreduce_dgrad: bool, group: Any) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.allreduce_dgrad, ctx.tp_group = allreduce_dgrad, group
+        return row_invariant_linear(input, weight.detach())
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dx, *_ = LinearWithFrozenWeight.backward(ctx, dy)
+        return dx, None, None, None
+
+
 class JetRLOutputLayer(ColumnParallelLinear):
     """Drop-in for the output layer of Megatron's GPTModel and HybridModel: BF16, rows computed as the rollout does.
 
@@ -66,7 +83,18 @@ class JetRLOutputLayer(ColumnParallelLinear):
                 ("gtp_remat_size", 1),
             )
         }
-        y: torch.Tensor = _RowInvariantLinear.apply(input, weight, options)  # type: ignore[no-untyped-call]
+        if options["gtp_remat_size"] != 1:
+            raise ValueError(
+                f"gtp_remat_size={options['gtp_remat_size']}: the parity output layer takes whole weights: set it to 1"
+            )
+        y: torch.Tensor
+        if weight.requires_grad:
+            y = _RowInvariantLinear.apply(input, weight, options)  # type: ignore[no-untyped-call]
+            return y
+        group = options["tp_group"]
+        if options["sequence_parallel"]:
+            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=group)
+        y = _FrozenRowInvariantLinear.apply(input, weight, options["allreduce_dgrad"], group)  # type: ignore[no-untyped-call]
         return y
 
 
@@ -85,13 +113,14 @@ def use_parity_head(model: Any) -> Any:
     Raises:
         ValueError: the output layer is of another class or has a bias, or the final norm is no RMSNorm.
     """
+    # Classes alone change: no parameter or module moves, so optimizers, hooks and tied embeddings keep what they hold.
     inner = model
     while hasattr(inner, "module"):
         inner = inner.module
     norm = getattr(inner.decoder, "final_layernorm", None) or getattr(inner.decoder, "final_norm", None)
     if norm is not None and not isinstance(norm, JetRLRMSNorm):
-        name = "final_layernorm" if getattr(inner.decoder, "final_layernorm", None) is norm else "final_norm"
-        setattr(inner.decoder, name, _norm_with(norm.weight, inner.config))
+        JetRLRMSNorm.check_config(inner.config)
+        norm.__class__, norm.eps = JetRLRMSNorm, inner.config.layernorm_epsilon
     layer = getattr(inner, "output_layer", None)
     if layer is None or isinstance(layer, JetRLOutputLayer):
         return model
@@ -100,12 +129,5 @@ def use_parity_head(model: Any) -> Any:
             f"output_layer={type(layer).__name__}, bias={layer.bias is not None}: the parity output layer takes the "
             "place of Megatron's ColumnParallelLinear without bias"
         )
-    # The class alone differs: no parameter moves, so optimizers, hooks and tied embeddings keep what they hold.
     layer.__class__ = JetRLOutputLayer
     return model
-
-
-def _norm_with(weight: torch.nn.Parameter, config: Any) -> JetRLRMSNorm:
-    norm = JetRLRMSNorm(config, weight.shape[0], config.layernorm_epsilon)
-    norm.weight = weight
-    return norm

@@ -24,6 +24,16 @@ class JetRLRMSNorm(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
+        self.check_config(config)
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        # Megatron sums the gradients of such parameters over the parts of the sequence.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    @staticmethod
+    def check_config(config: TransformerConfig) -> None:
+        """Raises ValueError where the configuration asks for another norm, or for a zero-centred gain."""
         if config.normalization != "RMSNorm":
             raise ValueError(f"config.normalization={config.normalization!r}: parity operators know 'RMSNorm' alone")
         if config.layernorm_zero_centered_gamma:
@@ -31,11 +41,6 @@ class JetRLRMSNorm(torch.nn.Module):
                 "config.layernorm_zero_centered_gamma=True (weight + 1) is Gemma's norm, which parity operators do not "
                 "have: use jetrl_spec(..., parity=False)"
             )
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        # Megatron sums the gradients of such parameters over the parts of the sequence.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -108,11 +108,17 @@ def token_log_probs(
         float32 [T], the same on all ranks.
 
     Raises:
-        ValueError: shapes do not fit, or the vocabulary is larger than all columns.
+        ValueError: shapes do not fit, the logits are not BF16, or the vocabulary is larger than all columns.
     """
     world = 1 if group is None else dist.get_world_size(group)
     if logits_TW.dim() != 2 or targets_T.shape != logits_TW.shape[:1]:
         raise ValueError(f"logits {list(logits_TW.shape)} and targets {list(targets_T.shape)} must be [T, W] and [T]")
+    if logits_TW.dtype != torch.bfloat16:
+        # A Triton kernel adds numbers of another width in another order.
+        raise ValueError(
+            f"logits are {logits_TW.dtype}, the engine's are BF16: Megatron's Float16Module widens them, so call it "
+            "with fp32_output=False, or pass logits.bfloat16(), which gives back what it widened"
+        )
     columns = logits_TW.shape[1] * world
     vocabulary = columns if vocabulary is None else vocabulary
     if vocabulary > columns:

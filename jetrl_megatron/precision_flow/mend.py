@@ -21,7 +21,7 @@ ROLLOUT_MEND: Mend = MappingProxyType(
         "tied_head": {"*": "tie_word_embeddings={wanted} in config.json: " + _EXPORT},
         "weights_source": {
             "*": "serve weights that training quantised (jetrl convert, or weight sync), with no quantization=, no "
-            "quantization_config in hf_overrides and no refit hook that quantises what it "
+            'load_format="dummy", no quantization_config in hf_overrides and no refit hook that quantises what it '
             "receives (NeMo-RL's fp8.load_weights does)"
         },
         "weights_version": {"*": "load the weights of optimizer step {wanted}: sync, or reload_weights"},
@@ -57,7 +57,8 @@ ROLLOUT_MEND: Mend = MappingProxyType(
         "linear.weights": {"*": "the bytes of {node} are other ones: sync the weights again, or " + _EXPORT},
         "linear.bias": {"*": "serve the checkpoint of this very model"},
         "rms_norm.kernel": {
-            "jetrl": 'ir_op_priority={{"rms_norm": ["jetrl"], "fused_add_rms_norm": ["jetrl"]}} and the plugin',
+            "jetrl": 'ir_op_priority={{"rms_norm": ["jetrl"], "fused_add_rms_norm": ["jetrl"]}}, the plugin, and '
+            "VLLM_BATCH_INVARIANT=0",
             "torch": _PLUGIN_ON,
         },
         "rms_norm.epsilon": {"*": "rms_norm_eps={wanted} in config.json, and no such field in hf_overrides"},

@@ -42,6 +42,14 @@ def activation_note(activation: str, side: Side) -> NotPromised | None:
     return NotPromised(node="model", side=side, reason=reason, setting=f"{side}: {_MEASURE}")
 
 
+def dropout_note(rate: float, side: Side) -> NotPromised | None:
+    """Dropout between the layers."""
+    if not rate:
+        return None
+    reason = f"hidden_dropout={rate} drops at random in a training forward, and never in a rollout"
+    return NotPromised(node="model", side=side, reason=reason, setting=f"{side}: hidden_dropout=0.0")
+
+
 def architecture_note(architecture: str, side: Side) -> NotPromised | None:
     """Models whose operators cannot be told from their configuration."""
     if architecture in KNOWN_ARCHITECTURES:

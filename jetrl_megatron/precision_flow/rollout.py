@@ -176,6 +176,8 @@ def _weights_source(description: EngineDescription) -> str:
         return "requantised: hf_overrides has a quantization_config that the checkpoint has not"
     if description.quantization and not description.serialized_fp8:
         return f"quantised online by vLLM ({description.quantization})"
+    if description.load_format == "dummy" and description.weights is None:
+        return "random numbers (load_format='dummy'), unless somebody has loaded others since"
     if description.recipe is None:
         return "a checkpoint without a recipe"
     return "training"
@@ -258,6 +260,8 @@ def _linear(d: EngineDescription, recipe: Fp8BlockRecipe | None, module: EngineM
 def _norm_kernel(d: EngineDescription, name: str, own: bool) -> str:
     if d.platform == "cpu":
         return "torch" if own else "vllm_cpu"
+    if d.batch_invariant:
+        return "vllm_batch_invariant"
     first = name == "model.layers.0.input_layernorm" or name.endswith(("q_norm", "k_norm"))
     priority = d.rms_norm if first else d.fused_add_rms_norm
     provider = priority[0] if priority else "native"

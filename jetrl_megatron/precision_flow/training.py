@@ -35,6 +35,7 @@ from jetrl_megatron.precision_flow.promises import (
     EXPERTS,
     activation_note,
     bf16_linear_notes,
+    dropout_note,
     module_note,
     scaling_note,
     tensor_parallel_note,
@@ -86,6 +87,11 @@ def training_graph(
         inner = inner.module
     if not hasattr(inner, "decoder") or not hasattr(inner, "config"):
         raise ValueError(f"model={type(inner).__name__} has no decoder: pass Megatron's GPTModel, or what wraps it")
+    if not hasattr(inner, "rotary_scaling"):
+        raise ValueError(
+            f"model={type(inner).__name__} does not tell its RoPE as Megatron's GPTModel does, which is the only one "
+            "that is described: measure the mismatch instead"
+        )
     walk = _Walk(inner, device, exact_sums)
     nodes = list(walk.nodes())
     if weights is not None:
@@ -132,6 +138,7 @@ class _Walk:
     def _model_notes(self) -> Iterator[NotPromised | None]:
         yield tensor_parallel_note(self.tensor_parallel, "training")
         yield scaling_note(self._scaling(), "training")
+        yield dropout_note(self.config.hidden_dropout, "training")
         swiglu = self.config.gated_linear_unit and self.config.activation_func is F.silu
         name = "silu" if swiglu else getattr(self.config.activation_func, "__name__", "unknown")
         yield activation_note(name if swiglu or name != "silu" else "silu without gate", "training")
@@ -248,6 +255,11 @@ class _Walk:
         kind = self.model.position_embedding_type
         if kind != "rope":
             return str(kind)
+        factor = getattr(getattr(self.model, "rotary_pos_emb", None), "seq_len_interpolation_factor", None)
+        if factor is not None:
+            return f"linear {factor:.4g}"
+        if self.model.rotary_percent != 1:
+            return f"default over {self.model.rotary_percent:.4g} of a head"
         if not self.model.rotary_scaling:
             return "default"
         frequencies = self.model.rotary_pos_emb.inv_freq

@@ -56,25 +56,34 @@ def check_rollout_folder(path: Path) -> RolloutFolder:
             would be read by nobody, or a linear's dtype contradicts the configuration; the message names the tensors.
     """
     config = read_config(path)
-    quantization = config.get("quantization_config") or {}
-    block = quantization.get("weight_block_size")
-    if quantization.get("quant_method") != "fp8" or not block:
+    quantization: Any = config.get("quantization_config")
+    block = _block(quantization)
+    if block is None:
         raise ValueError(
             f"{path} is no block FP8 checkpoint: its config.json has no quantization_config with quant_method 'fp8' "
-            "and a weight_block_size; make one with `jetrl convert CHECKPOINT OUT --hf-config DIR`, or with "
-            "export_vllm_checkpoint from the live model"
+            "and a weight_block_size of two numbers; make one with `jetrl convert CHECKPOINT OUT --hf-config DIR`, or "
+            "with export_vllm_checkpoint from the live model"
         )
     recipe = Fp8BlockRecipe.from_stamp(config["jetrl"], str(path / "config.json")) if "jetrl" in config else None
     tensors = read_headers(path)
     # Both names stand in the wild: engines read the first, transformers the second.
     ignored = set(quantization.get("ignored_layers") or quantization.get("modules_to_not_convert") or ())
-    faults = list(_faults(tensors, ignored, (block[0], block[1])))
+    faults = list(_faults(tensors, ignored, block))
     if faults:
         more = f"\n... and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise ValueError(
             f"{path} does not hold what its configuration says, export it again:\n" + "\n".join(faults[:_SHOWN]) + more
         )
     return RolloutFolder(path, config, recipe, sum(tensor.dtype == _CODES for tensor in tensors.values()))
+
+
+def _block(quantization: Any) -> tuple[int, int] | None:
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8":
+        return None
+    match quantization.get("weight_block_size"):
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+    return None
 
 
 def read_config(path: Path) -> dict[str, Any]:

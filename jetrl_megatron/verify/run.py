@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from jetrl_megatron.convert.rollout_tp import check_rollout_tp
 from jetrl_megatron.recipe import JETRL_FP8
-from jetrl_megatron.verify.child import run_child
+from jetrl_megatron.verify.child import ChildError, run_child
 from jetrl_megatron.verify.environment import megatron_command, megatron_environment, versions
 from jetrl_megatron.verify.folder import RolloutFolder, check_rollout_folder, read_config
 from jetrl_megatron.verify.logprobs import LogProbs
@@ -113,7 +113,7 @@ def verify(options: VerifyOptions, work: Path, command: str = "") -> VerifyRepor
 
     Raises:
         ValueError: the input makes no sense; nothing was started yet.
-        ChildError: an engine or a rank failed.
+        ChildError: an engine or a rank failed, or gave log-probs that are no numbers.
     """
     work = work.absolute()
     folder = _rollout_folder(options)
@@ -133,7 +133,10 @@ def _rollout_folder(options: VerifyOptions) -> RolloutFolder:
     if not options.rollout.is_dir():
         raise ValueError(f"rollout={options.rollout} is no folder: name a checkpoint that vLLM serves")
     if options.mode == "bf16":
-        return RolloutFolder(options.rollout, read_config(options.rollout), None, 0)
+        config = read_config(options.rollout)
+        if "quantization_config" in config:
+            raise ValueError(f"rollout={options.rollout} holds quantised weights: mode 'bf16' serves a BF16 folder")
+        return RolloutFolder(options.rollout, config, None, 0)
     folder = check_rollout_folder(options.rollout)
     if options.engine_tp > 1:
         check_rollout_tp(folder.config, options.engine_tp, folder.recipe or JETRL_FP8)
@@ -154,6 +157,10 @@ def _batches(options: VerifyOptions, work: Path, config: Mapping[str, Any]) -> t
                 f"tokens={batch.tokens} after a prompt of {prompt}: the model's max_position_embeddings={limit} leaves "
                 f"room for {limit - 1 - prompt}"
             )
+    vocabulary = config.get("vocab_size")
+    largest = max((token for prompt in options.prompts for token in prompt), default=0)
+    if vocabulary is not None and largest >= vocabulary:
+        raise ValueError(f"prompts hold token {largest}: the model's vocab_size={vocabulary}")
     if options.steps:
         batches.append(Batch(name=UPDATED, weights=str(work / "update" / EXPORT), **size, **drawn))
     return tuple(batches)
@@ -320,6 +327,10 @@ def _order(variant: str, batch: str) -> tuple[int, str]:
 def _comparison(
     batch: str, variant: str, rollout: Rollout, train_o: torch.Tensor, figures: Mapping[str, Any]
 ) -> Comparison:
+    for side, values_o in (("the rollout", rollout.logprobs_o), (f"the forward {variant!r}", train_o)):
+        bad = int((values_o.isnan() | values_o.isposinf()).sum())
+        if bad:
+            raise ChildError(f"{side} gave {bad} of {len(values_o)} tokens of batch {batch!r} no number as log-prob")
     return Comparison(
         batch=batch,
         variant=variant,

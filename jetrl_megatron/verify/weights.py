@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from jetrl_megatron.convert.bridge import import_bridge
 from jetrl_megatron.convert.fp8_weights import iter_fp8_weights
@@ -58,17 +58,30 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """
     index = folder / INDEX
     if index.is_file():
-        names = json.loads(index.read_text())["weight_map"]
-        return {name: folder / file for name, file in names.items()}
+        return {name: folder / file for name, file in _weight_map(index).items()}
     single = folder / "model.safetensors"
     if not single.is_file():
         raise ValueError(f"{folder} has neither {INDEX} nor model.safetensors: name the folder of an exported model")
     return dict.fromkeys(_names(single), single)
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        content = json.loads(index.read_text())
+    except ValueError as error:
+        raise ValueError(f"{index} is no JSON file: {error}") from error
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise ValueError(f'{index} has no object "weight_map" that names a file for each tensor: export again')
+    return names
+
+
 def _names(path: Path) -> list[str]:
-    with safe_open(path, framework="pt") as file:
-        return list(file.keys())
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged: {error}; copy or export it again") from error
 
 
 def _difference(name: str, expected: torch.Tensor, stored: dict[str, Path]) -> str | None:

@@ -59,7 +59,8 @@ def log_probs(tokens: int, vocabulary: int, dtype: torch.dtype) -> None:
     padded = (torch.randn(tokens, vocabulary + 24, generator=generator) * 4).to(dtype)
     padded[:, vocabulary:] = 1000
     logits = padded[:, :vocabulary]
-    targets = torch.randint(vocabulary, (tokens,), generator=generator)
+    # A column of a larger tensor, as labels of a batch may be.
+    targets = torch.randint(vocabulary, (tokens, 2), generator=generator)[:, 0]
     actual, expected = log_prob.token_log_probs(logits, targets), log_prob.token_log_probs_twin(logits, targets)
     for name, a, b in zip(("log_probs", "maxima", "totals"), actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")

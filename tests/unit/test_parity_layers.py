@@ -66,6 +66,42 @@ def test_use_parity_head_refuses_a_bias():
         use_parity_head(plain)
 
 
+def test_use_parity_head_keeps_the_hooks_of_the_norm():
+    # DistributedDataParallel hangs the gathering of parameters on every module, and takes it off by module.
+    plain, called = model(False), []
+    norm = plain.decoder.final_layernorm
+    norm.register_forward_pre_hook(lambda *_: called.append(True))
+    use_parity_head(plain)
+    assert plain.decoder.final_layernorm is norm and isinstance(norm, JetRLRMSNorm)
+    assert norm.eps == plain.config.layernorm_epsilon
+    norm(torch.ones(2, 256).bfloat16())
+    assert called
+
+
+def parity_output_layer(monkeypatch):
+    """The output layer with plain torch's product."""
+    home = "jetrl_megatron.layers.output_layer"
+    monkeypatch.setattr(f"{home}.row_invariant_refusal", lambda _: None)
+    monkeypatch.setattr(f"{home}.row_invariant_linear", torch.nn.functional.linear)
+    return model(True).output_layer
+
+
+def test_output_layer_frozen_weight_with_fused_gradients_exact(monkeypatch):
+    layer = parity_output_layer(monkeypatch)
+    layer.weight.requires_grad_(False)
+    layer.gradient_accumulation_fusion = True
+    x, dy = torch.randn(3, 1, 256).bfloat16().requires_grad_(), torch.randn(3, 1, 128).bfloat16()
+    layer(x)[0].backward(dy)
+    assert torch.equal(x.grad, dy @ layer.weight) and layer.weight.grad is None
+
+
+def test_output_layer_refuses_sharded_weights(monkeypatch):
+    layer = parity_output_layer(monkeypatch)
+    layer.gtp_remat_size = 2
+    with pytest.raises(ValueError, match="gtp_remat_size=2"):
+        layer(torch.zeros(3, 1, 256).bfloat16())
+
+
 def test_parity_spec_of_the_hybrid_stack():
     spec = jetrl_spec(hybrid_stack_spec, JETRL_FP8, parity=True)
     attention = spec.submodules.attention_layer.submodules.self_attention
@@ -87,6 +123,7 @@ def test_parity_forward_on_a_cpu_says_what_it_needs():
         ({"apply_query_key_layer_scaling": True}, "apply_query_key_layer_scaling=True"),
         ({"layernorm_zero_centered_gamma": True}, "Gemma's norm"),
         ({"rotary_interleaved": True}, "rotary_interleaved=True"),
+        ({"softmax_type": "off-by-one"}, "softmax_type='off-by-one'"),
     ],
 )
 def test_parity_layers_refuse_by_name(changes, message):
@@ -104,17 +141,61 @@ def test_core_attention_refuses_cross_attention():
         JetRLFlashAttention(config(), 1, AttnMaskType.causal, "cross")
 
 
+@pytest.mark.parametrize("mask_type", [AttnMaskType.padding, AttnMaskType.no_mask, AttnMaskType.arbitrary])
+def test_core_attention_refuses_other_masks(mask_type):
+    with pytest.raises(ValueError, match="parity attention is causal alone"):
+        JetRLFlashAttention(config(), 1, mask_type, "self")
+
+
+def test_core_attention_refuses_a_key_value_cache(monkeypatch):
+    monkeypatch.setattr("jetrl_megatron.layers.attention.attention_refusal", lambda _: None)
+    core, query, key = JetRLFlashAttention(config(), 1, AttnMaskType.causal, "self"), *torch.zeros(2, 5, 1, 4, 64)
+    with pytest.raises(ValueError, match="5 keys for 1 queries"):
+        core(query[:1], key, key)
+
+
+def test_self_attention_refuses_megatrons_inference():
+    attention = model(True).decoder.layers[0].self_attention
+    with pytest.raises(ValueError, match="generate with the rollout engine"):
+        attention(torch.zeros(1, 1, 256).bfloat16(), None, inference_context=object())
+
+
 def packed(starts: list[int], longest: int, **more) -> PackedSeqParams:
     cu = torch.tensor(starts, dtype=torch.int32)
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, **more)
 
 
+def positions(tokens: int, batch: int, packing: PackedSeqParams | None, rows: int = 8) -> list[int]:
+    return _positions(tokens, batch, packing, torch.device("cpu"), rows).tolist()
+
+
 def test_positions_start_anew_in_each_sequence_exact():
-    assert _positions(9, 1, packed([0, 4, 5, 9], 4), torch.device("cpu")).tolist() == [0, 1, 2, 3, 0, 0, 1, 2, 3]
+    assert positions(9, 1, packed([0, 4, 5, 9], 4)) == [0, 1, 2, 3, 0, 0, 1, 2, 3]
     padded = packed([0, 3, 6], 4, cu_seqlens_q_padded=torch.tensor([0, 4, 8], dtype=torch.int32))
-    assert _positions(8, 1, padded, torch.device("cpu")).tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert positions(8, 1, padded) == [0, 1, 2, 3, 0, 1, 2, 3]
     # [s, b] flattened: the batch is the inner axis.
-    assert _positions(6, 2, None, torch.device("cpu")).tolist() == [0, 0, 1, 1, 2, 2]
+    assert positions(6, 2, None) == [0, 0, 1, 1, 2, 2]
+
+
+def test_positions_of_padding_stay_inside_the_angles():
+    # Megatron makes as many angles as `max_seqlen_q` says, which leaves padding out.
+    padded = packed([0, 3, 6], 3, cu_seqlens_q_padded=torch.tensor([0, 4, 8], dtype=torch.int32))
+    assert positions(12, 1, padded, rows=3) == [0, 1, 2, 2, 0, 1, 2, 2, 0, 1, 2, 2]
+
+
+def test_packing_goes_by_padded_lengths():
+    # Two sequences of 6 and 3 tokens in 8 and 4: 2 * 6 rows as well, but not two sequences of 6.
+    padded = packed([0, 6, 9], 6, cu_seqlens_q_padded=torch.tensor([0, 8, 12], dtype=torch.int32))
+    packing = _packing(padded, 12)
+    assert (packing.starts.tolist(), packing.longest, packing.equal) == ([0, 8, 12], 8, False)
+    assert _packing(padded, 12) is packing
+
+
+def test_packing_tokens_behind_the_last_sequence_are_one_more():
+    packing = _packing(packed([0, 3, 6], 3), 11)
+    assert (packing.starts.tolist(), packing.longest, packing.equal) == ([0, 3, 6, 11], 5, False)
+    with pytest.raises(ValueError, match="holds 6 tokens, and 5 came"):
+        _packing(packed([0, 3, 6], 3), 5)
 
 
 def test_packing_knows_equal_lengths():

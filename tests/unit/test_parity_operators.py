@@ -85,6 +85,11 @@ def test_token_log_probs_refuses_what_does_not_fit():
         token_log_probs(logits, torch.zeros(4, dtype=torch.long), vocabulary=9)
 
 
+def test_token_log_probs_refuses_widened_logits():
+    with pytest.raises(ValueError, match="logits are torch.float32.*fp32_output=False"):
+        token_log_probs(torch.zeros(4, 8), torch.zeros(4, dtype=torch.long))
+
+
 def test_refusals_name_the_device():
     cpu = torch.device("cpu")
     for refusal in (attention_refusal(cpu), row_invariant_refusal(cpu)):

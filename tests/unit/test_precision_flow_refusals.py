@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.extensions import transformer_engine as te
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.hybrid import hybrid_block
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from jetrl_megatron.layers import use_parity_head
 from jetrl_megatron.precision_flow import EngineDescription, EngineModule, PrecisionGraph, RankReport, rollout_graph
@@ -92,3 +97,45 @@ def test_check_rank_that_differs_is_named(
 def test_check_loaded_model_without_reports_names_every_rank(engine: EngineDescription) -> None:
     loaded = dataclasses.replace(engine, tensor_parallel=2, modules=(), ranks=None)
     assert [fault.node for fault in rollout_graph(loaded).faults] == ["rank 0", "rank 1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "scaling"),
+    [({"seq_len_interpolation_factor": 4.0}, "linear 4"), ({"rotary_percent": 0.5}, "default over 0.5 of a head")],
+)
+def test_check_rope_that_the_rollout_has_not(
+    engine: EngineDescription, options: dict[str, float], scaling: str
+) -> None:
+    report = found(training_graph(gpt(**options), device=CUDA), engine)
+    by_field = {entry.field: entry for entry in report.differences if entry.node.endswith("rotary_emb")}
+    assert (by_field["scaling"].training, by_field["scaling"].rollout) == (scaling, "default")
+    assert any(scaling in entry.reason for entry in report.not_promised)
+
+
+def test_check_dropout_in_training(engine: EngineDescription) -> None:
+    report = found(training_graph(parity_gpt(hidden_dropout=0.1), device=CUDA), engine)
+    (note,) = report.not_promised
+    assert "hidden_dropout=0.1" in note.reason and not report.differences
+
+
+def test_check_batch_invariant_norms(training: PrecisionGraph, engine: EngineDescription) -> None:
+    # vLLM's RMSNorm then goes past its providers.
+    report = found(training, engine, batch_invariant=True)
+    kernels = {entry.node: entry for entry in report.differences if entry.field == "kernel"}
+    norm = kernels["model.layers.1.input_layernorm"]
+    assert (norm.training, norm.rollout) == ("jetrl", "vllm_batch_invariant")
+    assert "VLLM_BATCH_INVARIANT=0" in norm.setting and "model.norm" in kernels
+
+
+def test_check_random_weights(training: PrecisionGraph, engine: EngineDescription) -> None:
+    (difference,) = found(training, engine, load_format="dummy").differences
+    assert difference.field == "weights_source" and 'load_format="dummy"' in difference.setting
+
+
+def test_training_graph_refuses_hybrid_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not te.HAVE_TE:  # HybridStack's final norm is TransformerEngine's whatever the spec says
+        monkeypatch.setattr(hybrid_block, "TENorm", WrappedTorchNorm)
+    spec, options = jetrl_spec(hybrid_stack_spec), {"hybrid_layer_pattern": "*-", "position_embedding_type": "rope"}
+    model = HybridModel(config(qk_layernorm=False), spec, 384, 128, **options)
+    with pytest.raises(ValueError, match="HybridModel does not tell its RoPE"):
+        training_graph(model)

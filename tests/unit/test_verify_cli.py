@@ -17,6 +17,7 @@ from jetrl_megatron.recipe import JETRL_FP8, Fp8BlockRecipe
 from jetrl_megatron.reference import quantize_weight
 from jetrl_megatron.verify import run as driver
 from jetrl_megatron.verify.child import ChildError
+from jetrl_megatron.verify.rollouts import Rollout, ScoredSequence
 from jetrl_megatron.verify.run import VerifyOptions
 from jetrl_megatron.verify.sources import training_source
 
@@ -67,6 +68,9 @@ def _run(arguments: dict[str, str]) -> int:
         ({"--rollout": "/nowhere"}, "rollout=/nowhere is no folder"),
         ({"--train": "/nowhere"}, "train=/nowhere is no folder"),
         ({"--seqs": "0"}, "sequences=0 must be 1 or more"),
+        ({"--json": "/"}, "/ is a folder: name a file"),
+        ({"--plot": "plot.xyz"}, "plot=plot.xyz: name a file that ends in one of .png"),
+        ({"--mode": "bf16"}, "holds quantised weights: mode 'bf16' serves a BF16 folder"),
         ({"--tp": "0"}, "tp=0 must be 1 or more"),
         ({"--rollout-tp": "-1"}, "rollout_tp=-1 must be 1 or more"),
         ({"--rollout-tp": "2"}, "rollout TP 2: rows of k_proj and v_proj: 128 / 2 = 64 is no multiple of the tile"),
@@ -110,6 +114,20 @@ def test_verify_keeps_only_empty_folders(
     assert _run(folders | {"--tokens": "8", "--keep": str(tmp_path / "keep")}) == 3
     request = json.loads((tmp_path / "keep" / "engine.request.json").read_text())
     assert request["recipe"] == json.loads(json.dumps(JETRL_FP8.to_dict()))
+
+
+def test_verify_prompts_outside_the_vocabulary(folders: dict[str, str], tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "prompts.json").write_text("[[1, 8]]")
+    assert _run(folders | {"--prompts": str(tmp_path / "prompts.json"), "--tokens": "4"}) == 2
+    assert "prompts hold token 8: the model's vocab_size=8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("side", ["logprobs", "train"])
+def test_verify_log_probs_that_are_no_numbers(side: str) -> None:
+    rollout = Rollout.of([ScoredSequence([1], [2, 3], [-1.0, float("nan") if side == "logprobs" else -1.0])])
+    train_o = torch.tensor([-1.0, float("nan") if side == "train" else -1.0])
+    with pytest.raises(ChildError, match="gave 1 of 2 tokens of batch 'start' no number as log-prob"):
+        driver._comparison("start", "parity", rollout, train_o, {"batches": {"start": {"tokens_per_second": 1.0}}})
 
 
 def test_verify_options_unknown_words_raise() -> None:

@@ -151,3 +151,27 @@ def test_check_rollout_folder_missing_and_damaged_files_are_named(tmp_path: Path
     save_file({"other": torch.ones(1)}, shard)
     with pytest.raises(ValueError, match="lacks model.embed_tokens.weight"):
         check_rollout_folder(folder)
+
+
+def test_check_rollout_folder_damaged_single_file_is_named(tmp_path: Path) -> None:
+    folder = _write(tmp_path, _tensors())
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:40])
+    with pytest.raises(ValueError, match="model.safetensors is damaged"):
+        check_rollout_folder(folder)
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"weight_map": {"a": 3}}'])
+def test_check_rollout_folder_index_without_files_is_named(tmp_path: Path, content: str) -> None:
+    folder = _write(tmp_path, _tensors())
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match="model.safetensors.index.json (is no JSON file|has no object)"):
+        check_rollout_folder(folder)
+
+
+@pytest.mark.parametrize("block", [None, [128], "128", [0, 128], [None, 128], [128, 128, 1]])
+def test_check_rollout_folder_block_that_is_none(tmp_path: Path, block: Any) -> None:
+    config = _config(quantization_config={"quant_method": "fp8", "weight_block_size": block})
+    with pytest.raises(ValueError, match="weight_block_size of two numbers"):
+        check_rollout_folder(_write(tmp_path, _tensors(), config))
+    with pytest.raises(ValueError, match="is no block FP8 checkpoint"):
+        check_rollout_folder(_write(tmp_path, _tensors(), _config(quantization_config=[block])))

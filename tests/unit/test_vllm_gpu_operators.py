@@ -86,3 +86,13 @@ def test_engine_recipe_refuses_the_other_scale_format(monkeypatch, scale_format,
     config = Config(Fp8BlockRecipe(scale_format=scale_format).to_vllm_engine_args()["additional_config"])
     with pytest.raises(ValueError, match=f"VLLM_USE_DEEP_GEMM_E8M0 is {'on' if e8m0 else 'off'}.*to_vllm_env"):
         vllm_gpu.engine_recipe(config)
+
+
+@pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, None), (torch.bfloat16, torch.zeros(8))])
+def test_parity_head_refuses_what_it_does_not_compute(dtype, bias):
+    head = torch.nn.Linear(16, 8, bias=False, dtype=dtype)
+    processor = vllm_gpu.ParityLogitsProcessor.__new__(vllm_gpu.ParityLogitsProcessor)
+    torch.nn.Module.__init__(processor)
+    processor.parity, processor.head_dtype = True, None
+    with pytest.raises(ValueError, match="the parity lm_head is BF16 without bias"):
+        processor._apply_head(head, torch.zeros(2, 16, dtype=dtype), bias)
