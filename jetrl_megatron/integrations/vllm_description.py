@@ -32,6 +32,7 @@ from vllm.platforms.interface import PlatformEnum
 from vllm.utils.flashinfer import has_flashinfer
 
 from jetrl_megatron.integrations.vllm import carried_recipe
+from jetrl_megatron.ops.norm import has_extension
 from jetrl_megatron.precision_flow import EngineDescription, EngineModule, RankReport
 from jetrl_megatron.precision_flow.engine import PLUGIN
 from jetrl_megatron.recipe import VLLM_CONFIG_KEY, VLLM_PROVIDER, Fp8BlockRecipe
@@ -108,6 +109,7 @@ def describe_config(config: VllmConfig) -> EngineDescription:
         load_format=str(config.load_config.load_format),
         replaced=replaced_methods(),
         overrides=tuple(model.hf_overrides) if isinstance(model.hf_overrides, dict) else (repr(model.hf_overrides),),
+        extension=has_extension(),
         linear_backend=kernels.linear_backend,
         flashinfer=has_flashinfer(),
         deep_gemm=envs.VLLM_USE_DEEP_GEMM,

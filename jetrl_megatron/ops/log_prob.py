@@ -11,10 +11,26 @@ import torch.distributed as dist
 
 from jetrl_megatron.ops.norm import kernel, runs_kernels
 
+_ALIGNMENT = 16
+
+
+def aligned_rows(logits_TV: torch.Tensor) -> torch.Tensor:
+    """The logits in rows that start at multiples of 16 numbers; a copy where they do not.
+
+    An engine pads its vocabulary to multiples of 64. From the alignment Triton derives how many neighbours a thread
+    reads, and with that the order of summation.
+    """
+    tokens, vocabulary = logits_TV.shape
+    if logits_TV.stride(0) % _ALIGNMENT == 0:
+        return logits_TV
+    rows = logits_TV.new_empty(tokens, vocabulary + -vocabulary % _ALIGNMENT)
+    rows[:, :vocabulary] = logits_TV
+    return rows[:, :vocabulary]
+
 
 def _forward(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if runs_kernels(logits_TV.device):
-        parts: tuple[torch.Tensor, ...] = kernel("log_prob").token_log_probs(logits_TV, targets_T)
+        parts: tuple[torch.Tensor, ...] = kernel("log_prob").token_log_probs(aligned_rows(logits_TV), targets_T)
         return parts
     logits = logits_TV.float()
     maximum_T = logits.amax(dim=1)
@@ -43,8 +59,8 @@ def _whole_rows(logits_TW: torch.Tensor, group: dist.ProcessGroup, vocabulary: i
     world = dist.get_world_size(group)
     tokens, columns = logits_TW.shape
     received = torch.empty(world, tokens // world, columns, dtype=logits_TW.dtype, device=logits_TW.device)
-    dist.all_to_all_single(received, logits_TW.view(world, tokens // world, columns), group=group)
-    # Padded to 64 columns like the engine's rows, so that the kernel reads both alike.
+    parts = logits_TW.contiguous().view(world, tokens // world, columns)
+    dist.all_to_all_single(received, parts, group=group)
     rows = received.transpose(0, 1).reshape(tokens // world, world * columns)
     return rows[:, :vocabulary]
 
@@ -123,5 +139,7 @@ def token_log_probs(
     vocabulary = columns if vocabulary is None else vocabulary
     if vocabulary > columns:
         raise ValueError(f"vocabulary={vocabulary} is more than the {columns} columns of all ranks")
+    if logits_TW.stride(1) != 1:
+        logits_TW = logits_TW.contiguous()
     result: torch.Tensor = _TokenLogProbs.apply(logits_TW, targets_T, vocabulary, group)  # type: ignore[no-untyped-call]
     return result

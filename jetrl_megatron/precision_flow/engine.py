@@ -88,6 +88,7 @@ class EngineDescription:
         load_format: where weights come from at the start.
         replaced: methods of vLLM's FP8 that somebody else's code has replaced.
         overrides: fields of config.json that hf_overrides replaces.
+        extension: whether this package's CUDA extension is built where the engine runs.
         linear_backend: kernel_config.linear_backend.
         flashinfer: whether it is installed.
         deep_gemm, deep_gemm_e8m0, batch_invariant: VLLM_USE_DEEP_GEMM, VLLM_USE_DEEP_GEMM_E8M0, VLLM_BATCH_INVARIANT.
@@ -137,6 +138,7 @@ class EngineDescription:
     load_format: str
     replaced: tuple[str, ...]
     overrides: tuple[str, ...]
+    extension: bool
     linear_backend: str
     flashinfer: bool
     deep_gemm: bool

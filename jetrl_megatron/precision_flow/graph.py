@@ -29,7 +29,7 @@ _ANY = "*"
 _HEADINGS = ("name", "operator", "forward")
 # Known on both sides or not compared: a configuration alone knows no weights, and where a checkpoint carries no recipe,
 # that is the difference.
-_OPTIONAL = frozenset({"weights", "weights_version", "ue8m0_weight_max", "weight_amax_floor"})
+_OPTIONAL = frozenset({"cuda_extension", "weights", "weights_version", "ue8m0_weight_max", "weight_amax_floor"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,6 +231,7 @@ MODEL_SETTINGS: Mapping[str, str] = MappingProxyType(
         "lora": "whether adapters are applied",
         "logprobs_mode": "which log-probs are compared",
         "other_fusions": "compiler passes that no node names",
+        "cuda_extension": "whether norms and SwiGLU run the CUDA extension's kernels, not Triton's; None on a CPU",
     }
 )
 """Model-wide settings of a graph, and what each means."""

@@ -164,6 +164,7 @@ def _settings(description: EngineDescription, recipe: Fp8BlockRecipe | None) -> 
         "lora": description.lora,
         "logprobs_mode": description.logprobs_mode,
         "other_fusions": ", ".join(others) if others and description.compiled else "none",
+        "cuda_extension": description.extension if description.platform == "cuda" else None,
     }
 
 
@@ -318,7 +319,7 @@ def _unknown(d: EngineDescription) -> list[NotPromised]:
         tensor_parallel_note(d.tensor_parallel, "rollout"),
         scaling_note(d.scaling, "rollout"),
         activation_note(d.hidden_act, "rollout"),
-        architecture_note(d.architecture, "rollout") if d.modules is None else None,
+        architecture_note(d.architecture, "rollout"),
     ]
     return [note for note in notes if note is not None]
 

@@ -16,6 +16,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from jetrl_megatron.layers import use_parity_head
 from jetrl_megatron.precision_flow import EngineDescription, EngineModule, PrecisionGraph, RankReport, rollout_graph
+from jetrl_megatron.precision_flow.predicted import predicted_modules
 from jetrl_megatron.precision_flow.training import training_graph
 from jetrl_megatron.spec import jetrl_spec
 from tests.unit.precision_flow_cases import CUDA, FINGERPRINT, config, found, gpt, gpu_engine, parity_gpt
@@ -139,3 +140,18 @@ def test_training_graph_refuses_hybrid_models(monkeypatch: pytest.MonkeyPatch) -
     model = HybridModel(config(qk_layernorm=False), spec, 384, 128, **options)
     with pytest.raises(ValueError, match="HybridModel does not tell its RoPE"):
         training_graph(model)
+
+
+def test_check_extension_on_one_side_alone(training: PrecisionGraph, engine: EngineDescription) -> None:
+    # Its norms add a row in another order than Triton's.
+    (difference,) = found(training, engine, extension=not engine.extension).differences
+    assert difference.field == "cuda_extension" and "on both or neither" in difference.setting
+
+
+def test_check_unknown_architecture_of_known_operators(training: PrecisionGraph, engine: EngineDescription) -> None:
+    # Granite scales residuals and logits, which no module of the loaded model shows.
+    loaded = tuple(predicted_modules(engine))
+    ranks = (good_rank(0),)
+    assert not found(training, engine, modules=loaded, ranks=ranks).not_promised
+    report = found(training, engine, modules=loaded, ranks=ranks, architecture="GraniteForCausalLM")
+    assert ["GraniteForCausalLM" in entry.reason for entry in report.not_promised] == [True]
