@@ -124,6 +124,7 @@ def describe_config(config: VllmConfig) -> EngineDescription:
         attention_backend=None if attention.backend is None else attention.backend.name,
         flash_attn_version=attention.flash_attn_version,
         cpu_splits_kv=envs.VLLM_CPU_ATTN_SPLIT_KV,
+        decode_context_parallel=config.parallel_config.decode_context_parallel_size,
         cascade=not model.disable_cascade_attn,
         cache_dtype=config.cache_config.cache_dtype,
         v2_runner=bool(config.use_v2_model_runner),

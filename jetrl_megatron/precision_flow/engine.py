@@ -100,6 +100,7 @@ class EngineDescription:
         attention_backend: its name, None for automatic.
         flash_attn_version: attention_config.flash_attn_version, None for the newest.
         cpu_splits_kv: whether attention on a CPU may cut the cache.
+        decode_context_parallel: ranks that share a sequence's cache in decoding.
         cascade: whether cascade attention may run.
         cache_dtype: cache_config.cache_dtype.
         v2_runner: whether the V2 model runner serves.
@@ -153,6 +154,7 @@ class EngineDescription:
     attention_backend: str | None
     flash_attn_version: int | None
     cpu_splits_kv: bool
+    decode_context_parallel: int
     cascade: bool
     cache_dtype: str
     v2_runner: bool

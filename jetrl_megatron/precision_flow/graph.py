@@ -56,7 +56,8 @@ class Node:
         theta: base of RoPE.
         scaling: of RoPE's frequencies, "default" for none, "llama3 8" for Llama 3's by a factor of 8.
         window: tokens that attention sees, None for all.
-        kv_splits: into how many parts attention cuts the cache: "1", or "varying" if that depends on the batch.
+        kv_splits: into how many parts attention cuts the cache: "1", "varying" if that depends on the batch,
+            "2 ranks" where decode context parallelism cuts it.
         cascade: whether attention treats a common prefix by itself.
         cache_dtype: of keys and values as attention reads them.
         weights: digest of the bytes that a linear multiplies with, None if unknown.

@@ -76,7 +76,7 @@ ROLLOUT_MEND: Mend = MappingProxyType(
         "attention.kernel": {"flash_attn_3": 'attention_backend="CUSTOM" and the plugin', "exact": _PLUGIN_ON},
         "attention.kv_splits": {
             "1": 'attention_backend="CUSTOM" on a GPU (the plugin\'s FlashAttention never splits), '
-            "VLLM_CPU_ATTN_SPLIT_KV=0 on a CPU"
+            "VLLM_CPU_ATTN_SPLIT_KV=0 on a CPU; decode_context_parallel_size=1"
         },
         "attention.cascade": {"False": "disable_cascade_attn=True"},
         "attention.cache_dtype": {"*": 'kv_cache_dtype="auto"'},

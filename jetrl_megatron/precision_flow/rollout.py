@@ -290,6 +290,8 @@ def _attention(d: EngineDescription, module: EngineModule, own: bool) -> Node:
         flash = own or asked in ("FLASH_ATTN", "FlashAttentionBackend")
         kernel = f"flash_attn_{d.flash_attn_version or _FLASH_ATTENTION}" if flash else asked
         splits = "1" if own or d.batch_invariant else "varying"
+    if d.decode_context_parallel > 1:
+        splits = f"{d.decode_context_parallel} ranks"
     cache = module.cache_dtype or d.cache_dtype
     return Node(
         name=module.name,

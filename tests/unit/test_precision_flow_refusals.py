@@ -155,3 +155,9 @@ def test_check_unknown_architecture_of_known_operators(training: PrecisionGraph,
     assert not found(training, engine, modules=loaded, ranks=ranks).not_promised
     report = found(training, engine, modules=loaded, ranks=ranks, architecture="GraniteForCausalLM")
     assert ["GraniteForCausalLM" in entry.reason for entry in report.not_promised] == [True]
+
+
+def test_check_decode_context_parallelism(training: PrecisionGraph, engine: EngineDescription) -> None:
+    differences = found(training, engine, decode_context_parallel=2).differences
+    assert {(entry.field, entry.rollout) for entry in differences} == {("kv_splits", "2 ranks")}
+    assert "decode_context_parallel_size=1" in differences[0].setting
