@@ -19,6 +19,7 @@ from jetrl_megatron.precision_flow import EngineDescription, EngineModule, Preci
 from jetrl_megatron.precision_flow.predicted import predicted_modules
 from jetrl_megatron.precision_flow.training import training_graph
 from jetrl_megatron.spec import jetrl_spec
+from jetrl_megatron.verify.static_check import static_check
 from tests.unit.precision_flow_cases import CUDA, FINGERPRINT, config, found, gpt, gpu_engine, parity_gpt
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -161,3 +162,12 @@ def test_check_decode_context_parallelism(training: PrecisionGraph, engine: Engi
     differences = found(training, engine, decode_context_parallel=2).differences
     assert {(entry.field, entry.rollout) for entry in differences} == {("kv_splits", "2 ranks")}
     assert "decode_context_parallel_size=1" in differences[0].setting
+
+
+def test_static_check_joins_layers_in_a_line(engine: EngineDescription) -> None:
+    # A report shows a dozen lines: one fault in every layer must not hide another.
+    description = {**engine.to_dict(), "platform": "cpu", "cascade": False, "theta": 1e6, "tensor_parallel": 4}
+    result = static_check([gpt()], description)
+    (theta,) = (line for line in result["differences"] if "theta" in line)
+    assert theta.startswith("model.layers.{0-1}.self_attn.rotary_emb: theta")
+    assert any("4 tensor-parallel ranks" in line for line in result["not_promised"])
