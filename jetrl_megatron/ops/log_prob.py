@@ -124,7 +124,8 @@ def token_log_probs(
         float32 [T], the same on all ranks.
 
     Raises:
-        ValueError: shapes do not fit, the logits are not BF16, or the vocabulary is larger than all columns.
+        ValueError: shapes do not fit, the logits are not BF16, or the vocabulary is larger than all columns or so
+            small that a rank has none of it.
     """
     world = 1 if group is None else dist.get_world_size(group)
     if logits_TW.dim() != 2 or targets_T.shape != logits_TW.shape[:1]:
@@ -139,6 +140,12 @@ def token_log_probs(
     vocabulary = columns if vocabulary is None else vocabulary
     if vocabulary > columns:
         raise ValueError(f"vocabulary={vocabulary} is more than the {columns} columns of all ranks")
+    if vocabulary <= columns - logits_TW.shape[1]:
+        # Gathered logits would pass otherwise, with a gradient on the first rank alone.
+        raise ValueError(
+            f"vocabulary={vocabulary} leaves padding alone to the last of {world} ranks of {logits_TW.shape[1]} "
+            "columns: are the logits gathered (parallel_output=False)? Then pass group=None"
+        )
     if logits_TW.stride(1) != 1:
         logits_TW = logits_TW.contiguous()
     result: torch.Tensor = _TokenLogProbs.apply(logits_TW, targets_T, vocabulary, group)  # type: ignore[no-untyped-call]

@@ -85,6 +85,12 @@ def test_token_log_probs_refuses_what_does_not_fit():
         token_log_probs(logits, torch.zeros(4, dtype=torch.long), vocabulary=9)
 
 
+def test_token_log_probs_refuses_gathered_logits(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    with pytest.raises(ValueError, match="vocabulary=8 leaves padding alone to the last of 2 ranks of 8 columns"):
+        token_log_probs(torch.zeros(4, 8).bfloat16(), torch.zeros(4, dtype=torch.long), vocabulary=8, group=object())
+
+
 def test_aligned_rows_are_the_logits_exact():
     logits = torch.randn(3, 48).bfloat16()
     assert aligned_rows(logits[:, :41]).data_ptr() == logits.data_ptr()
