@@ -150,6 +150,7 @@ class JetRLSelfAttention(SelfAttention):
         super().__init__(config, *args, **kwargs)
         for name, allowed in (
             ("rotary_interleaved", False),
+            ("mrope_section", None),
             ("flash_decode", False),
             ("multi_latent_attention", False),
         ):
