@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm.ir.op import IrOp
-from vllm.model_executor.custom_op import op_registry_oot
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -18,9 +17,10 @@ from jetrl_megatron.integrations import vllm_gpu
 
 @pytest.fixture
 def registered(monkeypatch):
-    """Registers into copies, so that other tests of this process find vLLM as it was."""
-    monkeypatch.setattr("vllm.model_executor.custom_op.op_registry_oot", dict(op_registry_oot))
-    monkeypatch.setattr(vllm_gpu, "op_registry_oot", {})
+    """Registers into empty copies: other tests may have registered the CPU's operators, and find vLLM as it was."""
+    empty = {}
+    monkeypatch.setattr("vllm.model_executor.custom_op.op_registry_oot", empty)
+    monkeypatch.setattr(vllm_gpu, "op_registry_oot", empty)
     for name in ("rms_norm", "fused_add_rms_norm"):
         monkeypatch.setattr(IrOp.registry[name], "impls", dict(IrOp.registry[name].impls))
     vllm_gpu.register_gpu_operators()
