@@ -3,7 +3,7 @@
     python -m benchmarks.bench_verify [--cases qwen3_4096,...] [--tp 2] [--out benchmarks/results]
 
 Each case makes a random model (or SmolLM2's real weights, padded to whole tiles), quantises it, has vLLM generate 64
-and 300 sequences of 600 tokens and 4 of more than 7,900, scores them with the Megatron model in parity mode, with
+and 300 sequences of 600 tokens and 4 of 8,192, scores them with the Megatron model in parity mode, with
 ordinary operators and in BF16, takes three optimizer steps, updates the engine's weights and compares again. Rows
 go to OUT/verify_CASE.json, |dlogp| by position to verify_CASE.png.
 """
@@ -35,7 +35,7 @@ CASES: dict[str, RandomModel | None] = {
     "llama_8192": RandomModel(family="llama", hidden=8192, intermediate=28672, heads=64, kv_heads=8, layers=2),
     "smollm2": None,
 }
-BATCHES = "64x600,300x600,4x7900"
+BATCHES = "64x600,300x600,4x8192"
 PROMPT = 32
 TOKENS_PER_FORWARD = 16384
 CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 304)
@@ -62,6 +62,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile DeepGEMM's kernels first")
     options = parser.parse_args()
+    unknown = set(options.cases.split(",")) - set(CASES)
+    if unknown:
+        parser.error(f"--cases: {', '.join(sorted(unknown))} unknown: use {', '.join(CASES)}")
     require_hopper()
     command = command_of(options, parser)
     statuses = [run(name, options, command) for name in options.cases.split(",")]

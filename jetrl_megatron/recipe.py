@@ -165,7 +165,10 @@ class Fp8BlockRecipe:
                 f'{source}: {stamp!r} stands for a recipe: expected an object with "recipe" and "fingerprint"; '
                 "export again"
             )
-        recipe = cls.from_dict(stamp["recipe"])
+        try:
+            recipe = cls.from_dict(stamp["recipe"])
+        except TypeError as error:
+            raise ValueError(f"{source}: {stamp['recipe']!r} stands for a recipe: {error}; export again") from error
         if recipe.fingerprint != stamp["fingerprint"]:
             raise ValueError(
                 f"{source}: the stored fingerprint is {stamp['fingerprint']}, but the recipe beside it has "

@@ -24,7 +24,8 @@ def token_log_probs_twin(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> tu
     logits = logits_TV.float()
     maximum = logits.amax(dim=1)
     total = (logits - maximum[:, None]).exp().sum(dim=1)
-    chosen = logits.gather(1, targets_T[:, None].long())[:, 0]
+    inside = (targets_T >= 0) & (targets_T < logits.shape[1])
+    chosen = logits.gather(1, targets_T.where(inside, 0)[:, None].long())[:, 0].where(inside, torch.nan)
     return chosen - maximum - total.log(), maximum, total
 
 
@@ -60,7 +61,10 @@ def _forward_kernel(logits, stride, targets, V, log_probs, maxima, totals, BLOCK
         values = tl.load(source + columns, mask=columns < V, other=0.0).to(tl.float32)
         powers = tl.where(columns < V, tl.exp(values - maximum), 0.0)
         total += tl.sum(powers)
-    chosen = tl.load(source + tl.load(targets + row)).to(tl.float32)
+    target = tl.load(targets + row)
+    # A target that is no token (-100 where nothing is to be scored) reads nothing, and its log-prob is NaN.
+    inside = (target >= 0) & (target < V)
+    chosen = tl.load(source + target, mask=inside, other=float("nan")).to(tl.float32)
     # The logarithm has no other use: storing it could keep the compiler from contracting it with the subtraction, which
     # it may do in vLLM's kernel.
     tl.store(log_probs + row, chosen - maximum - tl.log(total))
@@ -88,7 +92,7 @@ def token_log_probs(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> tuple[t
 
     Args:
         logits_TV: BF16 or float32 [T, V], the last axis contiguous.
-        targets_T: int64 [T], each in [0, V).
+        targets_T: int64 [T]; the log-prob of one outside [0, V) is NaN.
 
     Returns:
         float32 [T] log-probs, [T] maxima and [T] sums of exp(logit - maximum).

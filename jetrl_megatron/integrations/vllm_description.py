@@ -32,6 +32,7 @@ from vllm.platforms.interface import PlatformEnum
 from vllm.utils.flashinfer import has_flashinfer
 
 from jetrl_megatron.integrations.vllm import carried_recipe
+from jetrl_megatron.ops.norm import has_extension
 from jetrl_megatron.precision_flow import EngineDescription, EngineModule, RankReport
 from jetrl_megatron.precision_flow.engine import PLUGIN
 from jetrl_megatron.recipe import VLLM_CONFIG_KEY, VLLM_PROVIDER, Fp8BlockRecipe
@@ -108,6 +109,7 @@ def describe_config(config: VllmConfig) -> EngineDescription:
         load_format=str(config.load_config.load_format),
         replaced=replaced_methods(),
         overrides=tuple(model.hf_overrides) if isinstance(model.hf_overrides, dict) else (repr(model.hf_overrides),),
+        extension=has_extension(),
         linear_backend=kernels.linear_backend,
         flashinfer=has_flashinfer(),
         deep_gemm=envs.VLLM_USE_DEEP_GEMM,
@@ -122,6 +124,7 @@ def describe_config(config: VllmConfig) -> EngineDescription:
         attention_backend=None if attention.backend is None else attention.backend.name,
         flash_attn_version=attention.flash_attn_version,
         cpu_splits_kv=envs.VLLM_CPU_ATTN_SPLIT_KV,
+        decode_context_parallel=config.parallel_config.decode_context_parallel_size,
         cascade=not model.disable_cascade_attn,
         cache_dtype=config.cache_config.cache_dtype,
         v2_runner=bool(config.use_v2_model_runner),

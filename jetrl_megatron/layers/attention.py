@@ -150,6 +150,8 @@ class JetRLSelfAttention(SelfAttention):
         super().__init__(config, *args, **kwargs)
         for name, allowed in (
             ("rotary_interleaved", False),
+            ("mrope_section", None),
+            ("hidden_dropout", 0),
             ("flash_decode", False),
             ("multi_latent_attention", False),
         ):

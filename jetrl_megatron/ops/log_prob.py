@@ -11,16 +11,34 @@ import torch.distributed as dist
 
 from jetrl_megatron.ops.norm import kernel, runs_kernels
 
+_ALIGNMENT = 16
+
+
+def aligned_rows(logits_TV: torch.Tensor) -> torch.Tensor:
+    """The logits in rows that start at multiples of 16 numbers; a copy where they do not.
+
+    An engine pads its vocabulary to multiples of 64. From the alignment Triton derives how many neighbours a thread
+    reads, and with that the order of summation.
+    """
+    tokens, vocabulary = logits_TV.shape
+    if logits_TV.stride(0) % _ALIGNMENT == 0:
+        return logits_TV
+    rows = logits_TV.new_empty(tokens, vocabulary + -vocabulary % _ALIGNMENT)
+    rows[:, :vocabulary] = logits_TV
+    return rows[:, :vocabulary]
+
 
 def _forward(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if runs_kernels(logits_TV.device):
-        parts: tuple[torch.Tensor, ...] = kernel("log_prob").token_log_probs(logits_TV, targets_T)
+        parts: tuple[torch.Tensor, ...] = kernel("log_prob").token_log_probs(aligned_rows(logits_TV), targets_T)
         return parts
     logits = logits_TV.float()
     maximum_T = logits.amax(dim=1)
     total_T = (logits - maximum_T[:, None]).exp().sum(dim=1)
     # torch's own log_softmax, so that a CPU rollout, which uses it, agrees to the bit.
-    return logits.log_softmax(-1).gather(1, targets_T[:, None])[:, 0], maximum_T, total_T
+    inside_T = (targets_T >= 0) & (targets_T < logits.shape[1])
+    chosen_T = logits.log_softmax(-1).gather(1, targets_T.where(inside_T, 0)[:, None])[:, 0]
+    return chosen_T.where(inside_T, torch.nan), maximum_T, total_T
 
 
 def _backward(
@@ -43,8 +61,8 @@ def _whole_rows(logits_TW: torch.Tensor, group: dist.ProcessGroup, vocabulary: i
     world = dist.get_world_size(group)
     tokens, columns = logits_TW.shape
     received = torch.empty(world, tokens // world, columns, dtype=logits_TW.dtype, device=logits_TW.device)
-    dist.all_to_all_single(received, logits_TW.view(world, tokens // world, columns), group=group)
-    # Padded to 64 columns like the engine's rows, so that the kernel reads both alike.
+    parts = logits_TW.contiguous().view(world, tokens // world, columns)
+    dist.all_to_all_single(received, parts, group=group)
     rows = received.transpose(0, 1).reshape(tokens // world, world * columns)
     return rows[:, :vocabulary]
 
@@ -99,7 +117,8 @@ def token_log_probs(
     Args:
         logits_TW: BF16 [T, W], this rank's columns of the vocabulary as Megatron's output layer leaves them, with its
             padding.
-        targets_T: int64 [T], token ids of the whole vocabulary; the same on all ranks.
+        targets_T: int64 [T], token ids of the whole vocabulary; the same on all ranks. The log-prob of one outside it,
+            -100 for instance, is NaN.
         vocabulary: columns that are real, over all ranks; those behind them are padding, which vLLM cuts off. Without
             it every column is real.
         group: tensor-parallel group, None for a single rank.
@@ -108,7 +127,8 @@ def token_log_probs(
         float32 [T], the same on all ranks.
 
     Raises:
-        ValueError: shapes do not fit, the logits are not BF16, or the vocabulary is larger than all columns.
+        ValueError: shapes do not fit, the logits are not BF16, or the vocabulary is larger than all columns or so
+            small that a rank has none of it.
     """
     world = 1 if group is None else dist.get_world_size(group)
     if logits_TW.dim() != 2 or targets_T.shape != logits_TW.shape[:1]:
@@ -123,5 +143,13 @@ def token_log_probs(
     vocabulary = columns if vocabulary is None else vocabulary
     if vocabulary > columns:
         raise ValueError(f"vocabulary={vocabulary} is more than the {columns} columns of all ranks")
+    if vocabulary <= columns - logits_TW.shape[1]:
+        # Gathered logits would pass otherwise, with a gradient on the first rank alone.
+        raise ValueError(
+            f"vocabulary={vocabulary} leaves padding alone to the last of {world} ranks of {logits_TW.shape[1]} "
+            "columns: are the logits gathered (parallel_output=False)? Then pass group=None"
+        )
+    if logits_TW.stride(1) != 1:
+        logits_TW = logits_TW.contiguous()
     result: torch.Tensor = _TokenLogProbs.apply(logits_TW, targets_T, vocabulary, group)  # type: ignore[no-untyped-call]
     return result

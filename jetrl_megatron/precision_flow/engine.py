@@ -88,6 +88,7 @@ class EngineDescription:
         load_format: where weights come from at the start.
         replaced: methods of vLLM's FP8 that somebody else's code has replaced.
         overrides: fields of config.json that hf_overrides replaces.
+        extension: whether this package's CUDA extension is built where the engine runs.
         linear_backend: kernel_config.linear_backend.
         flashinfer: whether it is installed.
         deep_gemm, deep_gemm_e8m0, batch_invariant: VLLM_USE_DEEP_GEMM, VLLM_USE_DEEP_GEMM_E8M0, VLLM_BATCH_INVARIANT.
@@ -99,6 +100,7 @@ class EngineDescription:
         attention_backend: its name, None for automatic.
         flash_attn_version: attention_config.flash_attn_version, None for the newest.
         cpu_splits_kv: whether attention on a CPU may cut the cache.
+        decode_context_parallel: ranks that share a sequence's cache in decoding.
         cascade: whether cascade attention may run.
         cache_dtype: cache_config.cache_dtype.
         v2_runner: whether the V2 model runner serves.
@@ -137,6 +139,7 @@ class EngineDescription:
     load_format: str
     replaced: tuple[str, ...]
     overrides: tuple[str, ...]
+    extension: bool
     linear_backend: str
     flashinfer: bool
     deep_gemm: bool
@@ -151,6 +154,7 @@ class EngineDescription:
     attention_backend: str | None
     flash_attn_version: int | None
     cpu_splits_kv: bool
+    decode_context_parallel: int
     cascade: bool
     cache_dtype: str
     v2_runner: bool

@@ -29,7 +29,7 @@ _ANY = "*"
 _HEADINGS = ("name", "operator", "forward")
 # Known on both sides or not compared: a configuration alone knows no weights, and where a checkpoint carries no recipe,
 # that is the difference.
-_OPTIONAL = frozenset({"weights", "weights_version", "ue8m0_weight_max", "weight_amax_floor"})
+_OPTIONAL = frozenset({"cuda_extension", "weights", "weights_version", "ue8m0_weight_max", "weight_amax_floor"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,8 @@ class Node:
         theta: base of RoPE.
         scaling: of RoPE's frequencies, "default" for none, "llama3 8" for Llama 3's by a factor of 8.
         window: tokens that attention sees, None for all.
-        kv_splits: into how many parts attention cuts the cache: "1", or "varying" if that depends on the batch.
+        kv_splits: into how many parts attention cuts the cache: "1", "varying" if that depends on the batch,
+            "2 ranks" where decode context parallelism cuts it.
         cascade: whether attention treats a common prefix by itself.
         cache_dtype: of keys and values as attention reads them.
         weights: digest of the bytes that a linear multiplies with, None if unknown.
@@ -231,6 +232,7 @@ MODEL_SETTINGS: Mapping[str, str] = MappingProxyType(
         "lora": "whether adapters are applied",
         "logprobs_mode": "which log-probs are compared",
         "other_fusions": "compiler passes that no node names",
+        "cuda_extension": "whether norms and SwiGLU run the CUDA extension's kernels, not Triton's; None on a CPU",
     }
 )
 """Model-wide settings of a graph, and what each means."""

@@ -10,6 +10,10 @@ _EXPORT = "export again with training's recipe (jetrl convert) and serve that"
 _ARGUMENTS = "recipe.to_vllm_engine_args()"
 _PLUGIN_ON = f"load the plugin (VLLM_PLUGINS unset, or naming jetrl_megatron) and start the engine with {_ARGUMENTS}"
 
+_EXTENSION = (
+    "install the package alike on both sides, with the CUDA extension on both or neither (`jetrl doctor` tells)"
+)
+
 _FUSED_OPERATORS = ("rms_norm", "rope", "swiglu", "attention", "linear")
 
 ROLLOUT_MEND: Mend = MappingProxyType(
@@ -29,6 +33,7 @@ ROLLOUT_MEND: Mend = MappingProxyType(
         "lora": {"*": "enable_lora=False; merge the adapter into the weights"},
         "logprobs_mode": {"*": 'logprobs_mode="{wanted}"'},
         "other_fusions": {"*": 'compilation_config={{"pass_config": {{PASS: False}}}}, PASS each of {value}'},
+        "cuda_extension": {"*": _EXTENSION},
         "linear.dtype": {
             "bfloat16": "{node} belongs into quantization_config's ignored_layers: " + _EXPORT,
             "*": "{node} is in ignored_layers, or the checkpoint is not FP8: " + _EXPORT,
@@ -71,7 +76,7 @@ ROLLOUT_MEND: Mend = MappingProxyType(
         "attention.kernel": {"flash_attn_3": 'attention_backend="CUSTOM" and the plugin', "exact": _PLUGIN_ON},
         "attention.kv_splits": {
             "1": 'attention_backend="CUSTOM" on a GPU (the plugin\'s FlashAttention never splits), '
-            "VLLM_CPU_ATTN_SPLIT_KV=0 on a CPU"
+            "VLLM_CPU_ATTN_SPLIT_KV=0 on a CPU; decode_context_parallel_size=1"
         },
         "attention.cascade": {"False": "disable_cascade_attn=True"},
         "attention.cache_dtype": {"*": 'kv_cache_dtype="auto"'},
@@ -104,6 +109,7 @@ TRAINING_MEND: Mend = MappingProxyType(
         "recipe": {"*": _RECIPE},
         "tensor_parallel": {"*": "tensor_model_parallel_size={wanted}"},
         "dtype": {"*": "params_dtype=torch.{wanted}"},
+        "cuda_extension": {"*": _EXTENSION},
         "weights_version": {"*": "load the checkpoint of optimizer step {wanted}"},
         "linear.dtype": {
             "float8_e4m3fn": "{node} runs in BF16 (an ordinary linear, or in recipe.ignore or among the recipe's BF16 "

@@ -10,7 +10,7 @@ EXACT_TENSOR_PARALLEL = 2
 """Most ranks whose sum does not depend on the order: a + b = b + a, but (a + b) + c is not a + (b + c)."""
 
 KNOWN_ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-"""Dense decoders whose operators are known without a loaded model."""
+"""Dense decoders whose operators, and what lies between them, are known."""
 
 EXPERTS = "routed experts"
 """How `module_note` is told of experts."""
@@ -51,12 +51,12 @@ def dropout_note(rate: float, side: Side) -> NotPromised | None:
 
 
 def architecture_note(architecture: str, side: Side) -> NotPromised | None:
-    """Models whose operators cannot be told from their configuration."""
+    """Models that may do between their operators what no node tells, such as scaling logits or residuals."""
     if architecture in KNOWN_ARCHITECTURES:
         return None
     names = ", ".join(sorted(KNOWN_ARCHITECTURES))
-    reason = f"{architecture} is none of {names}, whose operators are known from the configuration"
-    return NotPromised(node="model", side=side, reason=reason, setting=f"{side}: describe the loaded model")
+    reason = f"{architecture} is none of {names}, whose operators and what lies between them are known"
+    return NotPromised(node="model", side=side, reason=reason, setting=f"{side}: {_MEASURE}")
 
 
 def module_note(name: str, implementation: str, side: Side) -> NotPromised:

@@ -30,6 +30,10 @@ class CheckReport:
 
     def lines(self) -> list[str]:
         """One line for each finding; nodes that differ in the same way share one."""
+        return [*self.difference_lines(), *self.note_lines()]
+
+    def difference_lines(self) -> list[str]:
+        """`lines` of the differences alone."""
         groups: dict[tuple[Any, ...], list[str]] = {}
         for entry in self.differences:
             setting = entry.setting.replace(entry.node, "{node}")
@@ -39,12 +43,17 @@ class CheckReport:
             name = _join(nodes)
             mend = setting.replace("{node}", name)
             found.append(f"{name}: {field}: training {training}, rollout {rollout}; {mend}")
+        return found
+
+    def note_lines(self) -> list[str]:
+        """`lines` of what is not promised alone."""
         reasons: dict[tuple[Side, str, str], list[str]] = {}
         for note in self.not_promised:
             reasons.setdefault((note.side, note.reason, note.setting), []).append(note.node)
-        for (side, reason, setting), nodes in reasons.items():
-            found.append(f"{_join(nodes)} ({side}): not promised: {reason}; {setting}")
-        return found
+        return [
+            f"{_join(nodes)} ({side}): not promised: {reason}; {setting}"
+            for (side, reason, setting), nodes in reasons.items()
+        ]
 
     def require_zero(self) -> None:
         """Raises unless zero mismatch is promised.

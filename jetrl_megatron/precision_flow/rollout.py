@@ -164,6 +164,7 @@ def _settings(description: EngineDescription, recipe: Fp8BlockRecipe | None) -> 
         "lora": description.lora,
         "logprobs_mode": description.logprobs_mode,
         "other_fusions": ", ".join(others) if others and description.compiled else "none",
+        "cuda_extension": description.extension if description.platform == "cuda" else None,
     }
 
 
@@ -289,6 +290,8 @@ def _attention(d: EngineDescription, module: EngineModule, own: bool) -> Node:
         flash = own or asked in ("FLASH_ATTN", "FlashAttentionBackend")
         kernel = f"flash_attn_{d.flash_attn_version or _FLASH_ATTENTION}" if flash else asked
         splits = "1" if own or d.batch_invariant else "varying"
+    if d.decode_context_parallel > 1:
+        splits = f"{d.decode_context_parallel} ranks"
     cache = module.cache_dtype or d.cache_dtype
     return Node(
         name=module.name,
@@ -318,7 +321,7 @@ def _unknown(d: EngineDescription) -> list[NotPromised]:
         tensor_parallel_note(d.tensor_parallel, "rollout"),
         scaling_note(d.scaling, "rollout"),
         activation_note(d.hidden_act, "rollout"),
-        architecture_note(d.architecture, "rollout") if d.modules is None else None,
+        architecture_note(d.architecture, "rollout"),
     ]
     return [note for note in notes if note is not None]
 

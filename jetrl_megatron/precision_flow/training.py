@@ -28,6 +28,7 @@ from jetrl_megatron.layers import (
 )
 from jetrl_megatron.ops import select_gemm, select_quantizer
 from jetrl_megatron.ops.deep_gemm import DeepGemm
+from jetrl_megatron.ops.norm import has_extension
 from jetrl_megatron.ops.scaled_mm import ScaledMm
 from jetrl_megatron.precision_flow.graph import MODEL, Difference, Node, NotPromised, PrecisionGraph, Value, in_order
 from jetrl_megatron.precision_flow.mend import TRAINING_MEND
@@ -159,6 +160,7 @@ class _Walk:
             "lora": False,
             "logprobs_mode": "raw_logprobs",
             "other_fusions": "none",
+            "cuda_extension": has_extension() if self.device.type == "cuda" else None,
         }
 
     def faults(self) -> tuple[Difference, ...]:

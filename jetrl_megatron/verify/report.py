@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +155,9 @@ class VerifyReport:
         return rows
 
     def write_json(self, path: Path) -> None:
-        """Writes `to_dict`."""
-        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        """Writes `to_dict`; numbers that are not finite, which JSON has not, become null."""
+        with _complete(path) as unfinished:
+            unfinished.write_text(json.dumps(_finite(self.to_dict()), indent=1, allow_nan=False) + "\n")
 
     def write_plot(self, path: Path) -> None:
         """Draws mean |dlogp| against token position; zero has a place below the smallest difference."""
@@ -176,7 +179,27 @@ class VerifyReport:
         if self.comparisons:
             axes.legend(fontsize="small")
         axes.grid(alpha=0.3)
-        figure.savefig(path, dpi=120)
+        with _complete(path) as unfinished:
+            figure.savefig(unfinished, dpi=120)
+
+
+@contextlib.contextmanager
+def _complete(path: Path) -> Iterator[Path]:
+    """A file beside the path that takes its place when it is complete."""
+    unfinished = path.with_name(f".{path.stem}.unfinished{path.suffix}")
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _number(value: float) -> str:

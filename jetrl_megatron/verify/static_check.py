@@ -23,7 +23,7 @@ def static_check(model: list[Any], description: Mapping[str, Any]) -> dict[str, 
 
     Returns:
         on every rank, ready for JSON, "promises_zero"; "differences", which must be mended, and "not_promised", what
-        nobody has proved, one line each; "lines": both, as the checker words them.
+        nobody has proved, one line each; nodes that differ in the same way share one.
     """
     # Imports Megatron, which an engine's process does without.
     from jetrl_megatron.precision_flow.training import training_graph
@@ -37,9 +37,8 @@ def static_check(model: list[Any], description: Mapping[str, Any]) -> dict[str, 
     report = check(merge(graphs), rollout_graph(description))
     return {
         "promises_zero": report.promises_zero,
-        "differences": [str(difference) for difference in report.differences],
-        "not_promised": [str(note) for note in report.not_promised],
-        "lines": report.lines(),
+        "differences": report.difference_lines(),
+        "not_promised": report.note_lines(),
     }
 
 

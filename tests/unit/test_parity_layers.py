@@ -95,6 +95,19 @@ def test_output_layer_frozen_weight_with_fused_gradients_exact(monkeypatch):
     assert torch.equal(x.grad, dy @ layer.weight) and layer.weight.grad is None
 
 
+def test_output_layer_gradient_is_megatrons_exact(monkeypatch):
+    layer, plain = parity_output_layer(monkeypatch), model(False).output_layer
+    plain.load_state_dict(layer.state_dict())
+    x, dy = torch.randn(3, 2, 256).bfloat16(), torch.randn(3, 2, 128).bfloat16()
+    found = []
+    for each in (layer, plain):
+        input = x.clone().requires_grad_()
+        y = each(input)[0]
+        y.backward(dy)
+        found.append((y.detach(), input.grad, each.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_output_layer_refuses_sharded_weights(monkeypatch):
     layer = parity_output_layer(monkeypatch)
     layer.gtp_remat_size = 2
@@ -123,6 +136,7 @@ def test_parity_forward_on_a_cpu_says_what_it_needs():
         ({"apply_query_key_layer_scaling": True}, "apply_query_key_layer_scaling=True"),
         ({"layernorm_zero_centered_gamma": True}, "Gemma's norm"),
         ({"rotary_interleaved": True}, "rotary_interleaved=True"),
+        ({"mrope_section": [8, 12, 12]}, "mrope_section="),
         ({"softmax_type": "off-by-one"}, "softmax_type='off-by-one'"),
     ],
 )

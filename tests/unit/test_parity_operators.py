@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from jetrl_megatron.ops.attention import attention_refusal
 from jetrl_megatron.ops.bf16_linear import row_invariant_linear, row_invariant_refusal
-from jetrl_megatron.ops.log_prob import token_log_probs
+from jetrl_megatron.ops.log_prob import aligned_rows, token_log_probs
 from jetrl_megatron.ops.norm import norm_forward, norm_kernel, rms_norm
 from jetrl_megatron.ops.rope import cos_sin_cache, rope
 from jetrl_megatron.ops.swiglu import silu_and_mul
@@ -77,12 +77,32 @@ def test_token_log_probs_and_their_gradient(vocabulary):
     assert logits.grad[:, vocabulary or 64 :].abs().sum() == 0
 
 
+def test_token_log_probs_of_no_token_are_not_a_number():
+    logits = torch.randn(3, 64).bfloat16()
+    log_probs = token_log_probs(logits, torch.tensor([5, -100, 62]), vocabulary=60)
+    assert log_probs.isnan().tolist() == [False, True, True]
+
+
 def test_token_log_probs_refuses_what_does_not_fit():
     logits = torch.zeros(4, 8).bfloat16()
     with pytest.raises(ValueError, match=r"logits \[4, 8\] and targets \[3\]"):
         token_log_probs(logits, torch.zeros(3, dtype=torch.long))
     with pytest.raises(ValueError, match="vocabulary=9 is more than the 8 columns"):
         token_log_probs(logits, torch.zeros(4, dtype=torch.long), vocabulary=9)
+
+
+def test_token_log_probs_refuses_gathered_logits(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    with pytest.raises(ValueError, match="vocabulary=8 leaves padding alone to the last of 2 ranks of 8 columns"):
+        token_log_probs(torch.zeros(4, 8).bfloat16(), torch.zeros(4, dtype=torch.long), vocabulary=8, group=object())
+
+
+def test_aligned_rows_are_the_logits_exact():
+    logits = torch.randn(3, 48).bfloat16()
+    assert aligned_rows(logits[:, :41]).data_ptr() == logits.data_ptr()
+    odd = torch.randn(3, 40).bfloat16()[:, :37]
+    rows = aligned_rows(odd)
+    assert torch.equal(rows, odd) and rows.stride() == (48, 1)
 
 
 def test_token_log_probs_refuses_widened_logits():

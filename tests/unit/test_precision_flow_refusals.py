@@ -16,8 +16,10 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from jetrl_megatron.layers import use_parity_head
 from jetrl_megatron.precision_flow import EngineDescription, EngineModule, PrecisionGraph, RankReport, rollout_graph
+from jetrl_megatron.precision_flow.predicted import predicted_modules
 from jetrl_megatron.precision_flow.training import training_graph
 from jetrl_megatron.spec import jetrl_spec
+from jetrl_megatron.verify.static_check import static_check
 from tests.unit.precision_flow_cases import CUDA, FINGERPRINT, config, found, gpt, gpu_engine, parity_gpt
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -139,3 +141,33 @@ def test_training_graph_refuses_hybrid_models(monkeypatch: pytest.MonkeyPatch) -
     model = HybridModel(config(qk_layernorm=False), spec, 384, 128, **options)
     with pytest.raises(ValueError, match="HybridModel does not tell its RoPE"):
         training_graph(model)
+
+
+def test_check_extension_on_one_side_alone(training: PrecisionGraph, engine: EngineDescription) -> None:
+    # Its norms add a row in another order than Triton's.
+    (difference,) = found(training, engine, extension=not engine.extension).differences
+    assert difference.field == "cuda_extension" and "on both or neither" in difference.setting
+
+
+def test_check_unknown_architecture_of_known_operators(training: PrecisionGraph, engine: EngineDescription) -> None:
+    # Granite scales residuals and logits, which no module of the loaded model shows.
+    loaded = tuple(predicted_modules(engine))
+    ranks = (good_rank(0),)
+    assert not found(training, engine, modules=loaded, ranks=ranks).not_promised
+    report = found(training, engine, modules=loaded, ranks=ranks, architecture="GraniteForCausalLM")
+    assert ["GraniteForCausalLM" in entry.reason for entry in report.not_promised] == [True]
+
+
+def test_check_decode_context_parallelism(training: PrecisionGraph, engine: EngineDescription) -> None:
+    differences = found(training, engine, decode_context_parallel=2).differences
+    assert {(entry.field, entry.rollout) for entry in differences} == {("kv_splits", "2 ranks")}
+    assert "decode_context_parallel_size=1" in differences[0].setting
+
+
+def test_static_check_joins_layers_in_a_line(engine: EngineDescription) -> None:
+    # A report shows a dozen lines: one fault in every layer must not hide another.
+    description = {**engine.to_dict(), "platform": "cpu", "cascade": False, "theta": 1e6, "tensor_parallel": 4}
+    result = static_check([gpt()], description)
+    (theta,) = (line for line in result["differences"] if "theta" in line)
+    assert theta.startswith("model.layers.{0-1}.self_attn.rotary_emb: theta")
+    assert any("4 tensor-parallel ranks" in line for line in result["not_promised"])

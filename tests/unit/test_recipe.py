@@ -66,6 +66,12 @@ def test_recipe_stamp_that_was_edited_raises():
         Fp8BlockRecipe.from_stamp({"recipe": stamp["recipe"]}, "config.json")
 
 
+@pytest.mark.parametrize("recipe", [5, {"block": "x"}, {"ignore": 3}])
+def test_recipe_stamp_of_other_types_raises(recipe):
+    with pytest.raises(ValueError, match="config.json: .* stands for a recipe"):
+        Fp8BlockRecipe.from_stamp({"recipe": recipe, "fingerprint": "0"}, "config.json")
+
+
 def test_recipe_mismatch_names_field_and_both_values():
     with pytest.raises(ValueError, match=r"training\) != .*checkpoint\): scale_format: 'ue8m0' != 'fp32'"):
         JETRL_FP8.require_same(Fp8BlockRecipe(scale_format="fp32"), ours="training", theirs="checkpoint")

@@ -94,6 +94,27 @@ def test_report_writes_json_and_plot(tmp_path: Path) -> None:
     _report().write_plot(tmp_path / "empty.png")
 
 
+def test_report_json_has_no_infinities(tmp_path: Path) -> None:
+    logprobs = LogProbs.of([[-1.0, float("-inf")]], [[-1.0, -2.0]])
+    _report(Comparison(batch="start", variant="parity", logprobs=logprobs, tokens_per_second=1.0)).write_json(
+        tmp_path / "out.json"
+    )
+    read = json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail)
+    assert read["rows"][0]["tokens_differing"] == 1 and read["rows"][0]["max_abs_dlogp"] is None
+
+
+def test_report_that_fails_leaves_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(path: Path, text: str) -> None:
+        path.write_bytes(text[:9].encode())
+        raise OSError("no space left")
+
+    (tmp_path / "out.json").write_bytes(b"{}")
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="no space left"):
+        _report(SAME).write_json(tmp_path / "out.json")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"{}"]
+
+
 def test_windows_weigh_tokens_exact() -> None:
     assert windows([1.0, 3.0, 0.0, 5.0], [3, 1, 0, 0], 2) == ([0.5], [1.5])
     assert windows([1.0, 3.0, 2.0], [1, 1, 2], 2) == ([0.5, 2.0], [2.0, 2.0])

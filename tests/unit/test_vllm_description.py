@@ -62,6 +62,8 @@ def test_describe_config_reads_the_installed_vllm(tmp_path: Path, monkeypatch: p
         "plugin": True,
         "load_format": "dummy",
         "overrides": ("rope_parameters",),
+        "extension": False,
+        "decode_context_parallel": 1,
         "linear_backend": "triton",
         "deep_gemm": False,
         "deep_gemm_e8m0": False,
