@@ -136,6 +136,7 @@ def test_parity_forward_on_a_cpu_says_what_it_needs():
         ({"apply_query_key_layer_scaling": True}, "apply_query_key_layer_scaling=True"),
         ({"layernorm_zero_centered_gamma": True}, "Gemma's norm"),
         ({"rotary_interleaved": True}, "rotary_interleaved=True"),
+        ({"hidden_dropout": 0.1}, "hidden_dropout=0.1"),
         ({"mrope_section": [8, 12, 12]}, "mrope_section="),
         ({"softmax_type": "off-by-one"}, "softmax_type='off-by-one'"),
     ],
