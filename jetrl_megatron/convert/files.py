@@ -1,4 +1,4 @@
-"""The weight files of an export, laid out before a byte is written, so that tensors may arrive in any order and in parts.
+"""The weight files of an export, laid out before a byte is written: tensors may arrive in any order and in parts.
 
 safetensors' own writer wants all tensors of a file at once. Here a file gets its header and its final size first, and
 each part of a tensor goes to its place: nothing waits in memory, and several threads or processes may fill one file.
@@ -17,22 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jetrl_megatron.convert.plan import TensorSpec
+from jetrl_megatron.convert.plan import DTYPE_NAMES, TensorSpec
 
 INDEX = "model.safetensors.index.json"
 """File that says which tensor lies in which weight file."""
 SINGLE = "model.safetensors"
 """The weight file of a model that fits into one."""
 
-# safetensors' names, in the order in which it stores tensors: largest alignment first, then as its own list has them.
-_DTYPES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.float8_e4m3fn: "F8_E4M3",
-}
-_ORDER = list(_DTYPES)
+_ORDER = list(DTYPE_NAMES)
 _ALIGNMENT = 8
 # Linux writes at most 2 GiB - 4 KiB at once.
 _LARGEST_WRITE = 1 << 30
@@ -113,7 +105,7 @@ def _header(tensors: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]]:
         spec, start = tensors[name], end
         end += spec.nbytes
         starts[name] = start
-        entries[name] = {"dtype": _DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
+        entries[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text, starts

@@ -51,10 +51,20 @@ def exported_recipe(folder: Path) -> Fp8BlockRecipe:
     Raises:
         ValueError: the folder is no export of this converter, or its recipe was edited.
     """
-    if not _is_export(folder):
+    if not is_export(folder):
         raise ValueError(f'{folder} is no export of this converter: its config.json has no "jetrl"')
     config = folder / "config.json"
     return Fp8BlockRecipe.from_stamp(json.loads(config.read_text(encoding="utf-8"))["jetrl"], str(config))
+
+
+def check_parent(out: Path) -> None:
+    """Checks that the folder to write into exists.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not out.parent.is_dir():
+        raise ValueError(f"{out.parent} is no folder: create it, or choose another place for the export")
 
 
 def check_out(out: Path, *, force: bool) -> None:
@@ -63,11 +73,10 @@ def check_out(out: Path, *, force: bool) -> None:
     Raises:
         ValueError: something is there that may not be replaced, or the folder to write into does not exist.
     """
-    if not out.parent.is_dir():
-        raise ValueError(f"{out.parent} is no folder: create it, or choose another place for the export")
+    check_parent(out)
     if not os.path.lexists(out):
         return
-    if not _is_export(out):
+    if not is_export(out):
         raise ValueError(f"{out} exists and is no export of this converter: choose another name, or remove it yourself")
     if not force:
         raise ValueError(f"{out} exists: choose another name, or replace the export with --force (force=True)")
@@ -156,7 +165,8 @@ def _flush(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _is_export(folder: Path) -> bool:
+def is_export(folder: Path) -> bool:
+    """Whether a folder is an export of this converter."""
     try:
         return "jetrl" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
