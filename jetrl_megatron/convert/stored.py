@@ -32,18 +32,31 @@ def read_config(path: Path) -> dict[str, Any]:
     return _read_object(file, "a model's configuration")
 
 
+def read_index(folder: Path) -> dict[str, Any] | None:
+    """The index of a Hugging Face folder; None where there is none.
+
+    Raises:
+        ValueError: it is no JSON object with a "weight_map" from tensor names to file names.
+    """
+    file = folder / INDEX
+    if not file.is_file():
+        return None
+    index = _read_object(file, "an index")
+    names = index.get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f'{file} has no "weight_map" that names a file for each tensor: export the folder again')
+    return index
+
+
 def tensor_files(folder: Path) -> dict[str, Path]:
     """The file that holds each tensor of a Hugging Face folder, by the index where there is one.
 
     Raises:
         ValueError: there are no safetensors, the index is damaged, or the single file is.
     """
-    index = folder / INDEX
-    if index.is_file():
-        names = _read_object(index, "an index").get("weight_map")
-        if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-            raise ValueError(f'{index} has no "weight_map" that names a file for each tensor: export the folder again')
-        return {name: folder / file for name, file in names.items()}
+    index = read_index(folder)
+    if index is not None:
+        return {name: folder / file for name, file in index["weight_map"].items()}
     single = folder / SINGLE
     if not single.is_file():
         raise ValueError(f"{folder} has neither {INDEX} nor {SINGLE}: name the folder of an exported model")

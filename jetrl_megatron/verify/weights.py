@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,8 @@ from jetrl_megatron.convert.fp8_weights import iter_fp8_weights
 from jetrl_megatron.convert.hf_model import open_hf_model
 from jetrl_megatron.convert.live import unwrapped
 from jetrl_megatron.convert.mapping import HfMapping
+from jetrl_megatron.convert.stored import tensor_files
 from jetrl_megatron.recipe import Fp8BlockRecipe
-
-INDEX = "model.safetensors.index.json"
-"""File that says which tensor lies in which shard."""
 
 
 def differing_weights(model: list[Any], folder: Path, recipe: Fp8BlockRecipe) -> list[str]:
@@ -48,27 +45,6 @@ def differing_weights(model: list[Any], folder: Path, recipe: Fp8BlockRecipe) ->
         line = _difference(name, expected.cpu(), stored)
         lines += [line] if line else []
     return lines + [f"{name}: training has no such tensor" for name in sorted(set(stored) - seen)]
-
-
-def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file that holds each tensor of a Hugging Face folder.
-
-    Raises:
-        ValueError: there are no safetensors, or a file is missing or damaged.
-    """
-    index = folder / INDEX
-    if index.is_file():
-        names = json.loads(index.read_text())["weight_map"]
-        return {name: folder / file for name, file in names.items()}
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        raise ValueError(f"{folder} has neither {INDEX} nor model.safetensors: name the folder of an exported model")
-    return dict.fromkeys(_names(single), single)
-
-
-def _names(path: Path) -> list[str]:
-    with safe_open(path, framework="pt") as file:
-        return list(file.keys())
 
 
 def _difference(name: str, expected: torch.Tensor, stored: dict[str, Path]) -> str | None:
