@@ -31,9 +31,10 @@ from jetrl_megatron.convert.mapping import EMBEDDING, HEAD, HfMapping, LogicalMa
 from jetrl_megatron.convert.plan import ExportPlan
 from jetrl_megatron.convert.shards import Parameter
 from jetrl_megatron.recipe import Fp8BlockRecipe
+from jetrl_megatron.tensor import ceil_div
 
-# Elements of a band: two float32 copies of them fit into a core's second-level cache.
-_BAND = 1 << 18
+# Elements that are quantised at a time: 2 MB in float32, which cores' caches hold.
+_BAND = 1 << 19
 # Source bytes of the parameters that threads hold at the same time; one that is larger is held alone. Reading and
 # cutting makes about two copies more.
 _HELD_BYTES = 10**9
@@ -165,19 +166,43 @@ class Stream:
             yield Piece(name, 0, tensor)
             return
         block = self.recipe.block
-        rows = max(1, _BAND // (block * max(1, tensor[0].numel()))) * block if tensor.dim() == 2 and len(tensor) else 0
-        # It has decided that this matrix is quantised if it is a linear; its patterns need not match in every matrix.
-        whole = dataclasses.replace(self.recipe, ignore=(), num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+        rows, columns = _band_of(tensor, block)
         for first in range(0, len(tensor), rows) if rows else [0]:
             band = tensor[first : first + rows] if rows else tensor
             try:
-                parts = list(iter_fp8_weights([(module, name, band)], whole, self.mapping.num_layers))
+                parts = self._fp8(module, name, band, columns)
             except ValueError:
                 # The same complaint, with the position in the whole matrix.
                 require_finite(name, tensor)
                 raise
             for part, values in parts:
                 yield Piece(part, first if part == name else first // block, values)
+
+    def _fp8(self, module: str, name: str, band: torch.Tensor, columns: int) -> list[tuple[str, torch.Tensor]]:
+        # That this module is quantised, if it is a linear, is known here; a pattern need not match in every matrix.
+        whole = dataclasses.replace(self.recipe, ignore=(), num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+        num_layers = self.mapping.num_layers
+        if scale_name(name) not in self.plan.tensors or band.shape[1] <= columns:
+            return list(iter_fp8_weights([(module, name, band)], whole, num_layers))
+        parts: dict[str, list[torch.Tensor]] = {}
+        for chunk in band.split(columns, dim=1):
+            for part, values in iter_fp8_weights([(module, name, chunk)], whole, num_layers):
+                parts.setdefault(part, []).append(values)
+        # As bytes: torch does not join FP8 everywhere.
+        return [(part, _joined(values)) for part, values in parts.items()]
+
+
+def _band_of(tensor: torch.Tensor, block: int) -> tuple[int, int]:
+    """Rows and columns that are quantised at a time, whole tiles; (0, 0) for a tensor that is no matrix."""
+    if tensor.dim() != 2 or not tensor.numel():
+        return 0, 0
+    tiles = ceil_div(tensor.shape[1], block)
+    columns = ceil_div(tiles, ceil_div(tiles * block * block, _BAND)) * block
+    return max(1, _BAND // (block * columns)) * block, columns
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([part.view(torch.uint8) for part in parts], dim=1).view(parts[0].dtype)
 
 
 def run_tasks(
