@@ -185,7 +185,8 @@ def write_checkpoint(folder: Path, model: Model) -> int:
         number of parameters.
     """
     folder.mkdir()
-    random = torch.randn(1 << 24).mul_(0.02).bfloat16()
+    elements = min(1 << 24, VOCABULARY[model.key] * model.hidden)
+    random = torch.randn(elements, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
     tensors: dict[str, TensorStorageMetadata] = {}
     where: dict[MetadataIndex, _StorageInfo] = {}
     total = 0
