@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from tqdm import tqdm
@@ -29,7 +29,6 @@ from jetrl_megatron.convert.fp8_weights import (
 )
 from jetrl_megatron.convert.mapping import EMBEDDING, HEAD, HfMapping, LogicalMatrix
 from jetrl_megatron.convert.plan import ExportPlan
-from jetrl_megatron.convert.shards import Parameter
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.tensor import ceil_div
 
@@ -38,6 +37,19 @@ _BAND = 1 << 19
 # Source bytes of the parameters that threads hold at the same time; one that is larger is held alone. Reading and
 # cutting makes about two copies more.
 _HELD_BYTES = 10**9
+
+
+class Parameter(Protocol):
+    """What is asked of a source's parameters: the global Megatron name, the whole shape, and the stored dtype."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
 
 class Source(Protocol):
@@ -49,10 +61,12 @@ class Source(Protocol):
     """
 
     folder: Path
-    parameters: list[Parameter]
 
-    def read(self, parameter: Parameter) -> torch.Tensor:
-        """A whole parameter, on the CPU. Threads call it at the same time."""
+    @property
+    def parameters(self) -> Sequence[Parameter]: ...
+
+    def read(self, parameter: Any) -> torch.Tensor:
+        """One of its parameters, whole and on the CPU. Threads call it at the same time."""
 
 
 class Piece(NamedTuple):
@@ -185,7 +199,7 @@ class Stream:
         if scale_name(name) not in self.plan.tensors or band.shape[1] <= columns:
             return list(iter_fp8_weights([(module, name, band)], whole, num_layers))
         parts: dict[str, list[torch.Tensor]] = {}
-        for chunk in band.split(columns, dim=1):
+        for chunk in torch.split(band, columns, dim=1):
             for part, values in iter_fp8_weights([(module, name, chunk)], whole, num_layers):
                 parts.setdefault(part, []).append(values)
         # As bytes: torch does not join FP8 everywhere.

@@ -230,7 +230,7 @@ def _index_of_another_place(folder: Path) -> None:
         (_truncated, r"__1_0\.distcp has \d+ bytes, the index wants \d+"),
         (_missing_rank, r"__1_0\.distcp is missing"),
         (_foreign_file_in_its_place, r"cannot be read from .*__0_0\.distcp"),
-        (_no_index, "is no torch_dist checkpoint"),
+        (_no_index, r"has no \.metadata"),
         (_empty_index, r"\.metadata is no index"),
         (_foreign_index, r"index"),
         (_text_index, r"\.metadata is no index"),
