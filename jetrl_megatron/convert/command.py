@@ -16,6 +16,8 @@ GPU. OUT appears when it is complete; after a kill the same command goes on wher
 jetrl_megatron.convert` with the same arguments shares the work among ranks that see the same folders. The status is 1
 where --verify finds a difference in an export that is there, and 2 after an error."""
 
+# What a shell reports for a command that Ctrl-C ended.
+_INTERRUPTED = 130
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -56,7 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         if arguments.verify and not arguments.force and Path(arguments.out).exists():
             return _compare(conversion, ranks)
-        conversion.run(force=arguments.force, verify=arguments.verify, ranks=ranks)
+        try:
+            conversion.run(force=arguments.force, verify=arguments.verify, ranks=ranks)
+        except KeyboardInterrupt:
+            _say(ranks, f"interrupted; the same command goes on, or remove {conversion.work.folder}")
+            return _INTERRUPTED
         recipe = conversion.job.recipe
         _say(ranks, f"{arguments.out}: block FP8, {recipe.scale_format} scales, recipe {recipe.fingerprint}")
         return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,8 @@ def differing_tensors(
 
     total = sum(task.nbytes for task in tasks)
     bar = tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=None if show else True)
-    with bar as progress:
-        for _ in run_tasks(tasks, compare, workers=workers, progress=progress):
+    with bar as progress, closing(run_tasks(tasks, compare, workers=workers, progress=progress)) as compared:
+        for _ in compared:
             pass
     return [f"{name}: {count} bytes differ from the source's" for name, count in sorted(differing.items()) if count]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from jetrl_megatron.convert.mapping import HfMapping
 from jetrl_megatron.convert.plan import ExportPlan, plan_export
 from jetrl_megatron.convert.ranks import ALONE, Ranks
 from jetrl_megatron.convert.recipe_file import choose_recipe
-from jetrl_megatron.convert.resume import WorkFolder, job_description, source_fingerprint
+from jetrl_megatron.convert.resume import Committer, WorkFolder, job_description, source_fingerprint
 from jetrl_megatron.convert.rollout_tp import check_rollout_tp
 from jetrl_megatron.convert.shards import ShardedCheckpoint
 from jetrl_megatron.convert.stored import read_config
@@ -151,9 +151,14 @@ class Conversion:
     layout: FileLayout
     workers: int
 
+    @property
+    def work(self) -> WorkFolder:
+        """The folder that it works in; a new object each time."""
+        return WorkFolder(self.out)
+
     def run(self, *, force: bool = False, verify: bool = False, ranks: Ranks = ALONE) -> Path:
         """Converts; see `convert_checkpoint`."""
-        work = WorkFolder(self.out)
+        work = self.work
         try:
             done = ranks.first(lambda: self._begin(work, force))
             if done is not None:
@@ -161,7 +166,7 @@ class Conversion:
                 ranks.first(lambda: self._write_beside(work))
                 if verify:
                     ranks.agree(lambda: self._verify(work, ranks))
-                ranks.first(lambda: self._publish(work))
+                ranks.first(lambda: self._publish(work, force))
         except ValueError:
             # Not after an interrupt or a full disk: from there the same command goes on.
             work.discard()
@@ -233,22 +238,17 @@ class Conversion:
             bar as progress,
             TensorFiles(work.export, self.layout, create=False) as files,
             work.journal(ranks.rank) as journal,
+            Committer(files, journal, COMMIT_SECONDS) as committer,
         ):
 
             def write(task: Task) -> None:
                 for piece in self.stream.pieces(task):
                     files.write(piece.name, piece.tensor, piece.first_row)
 
-            fresh: list[str] = []
-            last = time.monotonic()
-            for task in run_tasks(todo, write, workers=self.workers, progress=progress):
-                fresh += task.names
-                if time.monotonic() - last >= COMMIT_SECONDS:
-                    files.sync(fresh)
-                    journal.add(fresh)
-                    fresh, last = [], time.monotonic()
-            files.sync(fresh)
-            journal.add(fresh)
+            # Closed before the files are, so that no thread writes to a file that is closed.
+            with closing(run_tasks(todo, write, workers=self.workers, progress=progress)) as written:
+                for task in written:
+                    committer.add(task.names)
 
     def _write_beside(self, work: WorkFolder) -> None:
         write_index(work.export, self.layout)
@@ -264,11 +264,16 @@ class Conversion:
                 + f"{more}\nThe disk or the memory is faulty, or somebody wrote to {work.export}: convert again"
             )
 
-    def _publish(self, work: WorkFolder) -> None:
+    def _publish(self, work: WorkFolder, force: bool) -> None:
         if work.changed(self._description()):
             raise ValueError(
                 f"{self.stream.source.folder} changed while it was read: convert again when nobody writes to it"
             )
+        try:
+            check_out(self.out, force=force)
+        except ValueError as error:
+            # Not a ValueError, after which the work would be removed.
+            raise FileExistsError(f"{error}; it appeared during the conversion, whose work is kept") from error
         work.publish()
 
 

@@ -11,13 +11,16 @@ A name is in a done file only after its data was flushed, so that neither a kill
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -66,17 +69,24 @@ class WorkFolder:
 
     Args:
         out: the folder that it will become.
+
+    Attributes:
+        folder: where it lies.
     """
 
     def __init__(self, out: Path) -> None:
         self._out = out
-        self._folder = out.with_name(f".{out.name}.partial")
+        self.folder = out.with_name(f".{out.name}.partial")
         self._lock: int | None = None
 
     @property
     def export(self) -> Path:
         """What becomes `out`."""
-        return self._folder / "export"
+        return self.folder / "export"
+
+    @property
+    def _replaced(self) -> Path:
+        return self.folder / "replaced"
 
     def finished(self, job: Mapping[str, str]) -> bool:
         """Whether an earlier run of this job was killed after its last rename: `out` is there and complete."""
@@ -91,20 +101,23 @@ class WorkFolder:
         Raises:
             ValueError: another process works here.
         """
-        self._folder.mkdir(exist_ok=True)
+        self.folder.mkdir(exist_ok=True)
         self.lock()
+        if self._replaced.exists() and not self._out.exists():
+            # A run that was to replace an export was killed between two renames.
+            self._replaced.rename(self._out)
         saved = self._saved_job()
         if saved == dict(job) and self._has(layout):
-            done = {name for path in self._folder.glob(f"{_DONE}*") for name in _whole_lines(path)}
-            _LOG.warning("%s: goes on, %d of %d tensors are there", self._folder, len(done), len(layout.places))
+            done = {name for path in self.folder.glob(f"{_DONE}*") for name in _whole_lines(path)}
+            _LOG.warning("%s: goes on, %d of %d tensors are there", self.folder, len(done), len(layout.places))
             return done & set(layout.places)
         if saved:
             changed = [key for key in job if saved.get(key) != job[key]] or ["a weight file"]
-            _LOG.warning("%s: begins anew, changed since the last run: %s", self._folder, ", ".join(changed))
+            _LOG.warning("%s: begins anew, changed since the last run: %s", self.folder, ", ".join(changed))
         self._empty()
         self.export.mkdir()
         TensorFiles(self.export, layout, create=True).close()
-        _write_flushed(self._folder / _JOB, json.dumps(dict(job), indent=2))
+        _write_flushed(self.folder / _JOB, json.dumps(dict(job), indent=2))
         return set()
 
     def changed(self, job: Mapping[str, str]) -> bool:
@@ -113,7 +126,7 @@ class WorkFolder:
 
     def publish(self) -> None:
         """Gives the export its name and removes the working folder. Rank 0 alone calls it."""
-        replaced = self._folder / "replaced"
+        replaced = self._replaced
         _flush_folder(self.export)
         if self._out.exists():
             self._out.rename(replaced)
@@ -129,7 +142,7 @@ class WorkFolder:
     def discard(self) -> None:
         """Removes the working folder, if this process has locked it."""
         if self._lock is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
             self.close()
 
     def close(self) -> None:
@@ -140,7 +153,7 @@ class WorkFolder:
 
     def journal(self, rank: int) -> Journal:
         """The done file of a rank."""
-        return Journal(self._folder / f"{_DONE}{rank}")
+        return Journal(self.folder / f"{_DONE}{rank}")
 
     def lock(self) -> None:
         """Keeps others from working here.
@@ -148,19 +161,18 @@ class WorkFolder:
         Raises:
             ValueError: another process does.
         """
-        self._lock = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        self._lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.close()
             raise ValueError(
-                f"{self._folder} is in use: another process converts to {self._out}; wait for it, or choose another "
-                "name"
+                f"{self.folder} is in use: another process converts to {self._out}; wait for it, or choose another name"
             ) from error
 
     def _saved_job(self) -> dict[str, str]:
         try:
-            content = json.loads((self._folder / _JOB).read_text(encoding="utf-8"))
+            content = json.loads((self.folder / _JOB).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         return content if isinstance(content, dict) else {}
@@ -170,8 +182,8 @@ class WorkFolder:
 
     def _empty(self) -> None:
         # The job file goes first: without it nothing else here counts.
-        (self._folder / _JOB).unlink(missing_ok=True)
-        for path in list(self._folder.iterdir()):
+        (self.folder / _JOB).unlink(missing_ok=True)
+        for path in list(self.folder.iterdir()):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             elif path.name != _LOCK:
@@ -200,6 +212,57 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+class Committer:
+    """Flushes and records finished tensors from time to time, in a thread of its own: a disk may be slow.
+
+    Args:
+        files: where the tensors are written.
+        journal: where they are recorded.
+        seconds: how long a finished tensor may wait.
+    """
+
+    def __init__(self, files: TensorFiles, journal: Journal, seconds: float) -> None:
+        self._files, self._journal, self._seconds = files, journal, seconds
+        self._pool = ThreadPoolExecutor(1, "commit")
+        self._running: Future[None] | None = None
+        self._waiting: list[str] = []
+        self._last = time.monotonic()
+
+    def add(self, names: Iterable[str]) -> None:
+        """Takes tensors that are written.
+
+        Raises:
+            OSError: an earlier flush failed.
+        """
+        self._waiting += names
+        idle = self._running is None or self._running.done()
+        if idle and time.monotonic() - self._last >= self._seconds:
+            self._settle()
+            self._running = self._pool.submit(self._commit, self._waiting)
+            self._waiting, self._last = [], time.monotonic()
+
+    def __enter__(self) -> Committer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an interrupt what is finished is still worth recording, and its error matters more than one of this.
+        with contextlib.nullcontext() if kind is None else contextlib.suppress(OSError):
+            self._settle()
+            self._commit(self._waiting)
+        self._pool.shutdown()
+
+    def _settle(self) -> None:
+        if self._running is not None:
+            self._running.result()
+
+    def _commit(self, names: list[str]) -> None:
+        if names:
+            self._files.sync(names)
+            self._journal.add(names)
 
 
 def _whole_lines(path: Path) -> list[str]:
