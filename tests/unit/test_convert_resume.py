@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from jetrl_megatron import Fp8BlockRecipe
+from jetrl_megatron.cli import main
 from jetrl_megatron.convert import conversion
 from jetrl_megatron.convert.export import convert_checkpoint
 from jetrl_megatron.convert.files import TensorFiles
@@ -254,3 +255,67 @@ def test_conversion_keeps_its_work_when_the_disk_is_full(
     caplog.set_level(logging.WARNING)
     convert_checkpoint(source, tmp_path / "out", hf_config=hf, **SHARDS)
     assert "goes on" in caplog.text and contents(tmp_path / "out") == expected
+
+
+def test_conversion_never_replaces_what_appears_meanwhile(
+    tmp_path: Path, made: tuple[Path, Path, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, hf, expected = made
+    write = TensorFiles.write
+
+    def appears(self: TensorFiles, *arguments: Any) -> None:
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out/mine.txt").write_text("x")
+        write(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorFiles, "write", appears)
+        with pytest.raises(FileExistsError, match="out exists and is no export .* whose work is kept"):
+            convert_checkpoint(source, tmp_path / "out", hf_config=hf, **SHARDS)
+    assert contents(tmp_path / "out") == {"mine.txt": b"x"}
+    (tmp_path / "out").rename(tmp_path / "mine")
+    convert_checkpoint(source, tmp_path / "out", hf_config=hf, **SHARDS)
+    assert contents(tmp_path / "out") == expected
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_replaced_export_comes_back_after_a_kill_between_two_renames(
+    tmp_path: Path, made: tuple[Path, Path, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, hf, expected = made
+    fp32 = Fp8BlockRecipe(scale_format="fp32")
+    before = contents(convert_checkpoint(source, tmp_path / "out", hf_config=hf, recipe=fp32))
+    rename = Path.rename
+
+    def killed(self: Path, target: Path) -> Path:
+        if self.name == "export":
+            os._exit(9)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    child = in_a_child(lambda: convert_checkpoint(source, tmp_path / "out", hf_config=hf, force=True, **SHARDS))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
+    # Another run, which may not replace it, puts it back.
+    with pytest.raises(FileExistsError, match="out exists"):
+        convert_checkpoint(source, tmp_path / "out", hf_config=hf, max_shard_size=400_000)
+    assert contents(tmp_path / "out") == before
+    convert_checkpoint(source, tmp_path / "out", hf_config=hf, force=True, **SHARDS)
+    assert contents(tmp_path / "out") == expected and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_command_says_how_to_go_on_after_an_interrupt(
+    tmp_path: Path,
+    made: tuple[Path, Path, dict[str, bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source, hf, _ = made
+
+    def stop(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(WorkFolder, "publish", stop)
+    assert main(["convert", str(source), str(tmp_path / "out"), "--hf-config", str(hf)]) == 130
+    assert f"the same command goes on, or remove {tmp_path / '.out.partial'}" in capsys.readouterr().out
