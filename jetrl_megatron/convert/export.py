@@ -1,34 +1,26 @@
 """From a trained model, live or saved, to a block-FP8 checkpoint that vLLM loads.
 
-Both routes are one: source -> logical matrices -> `iter_fp8_weights` -> `write_export`.
+Both routes are one: source -> logical matrices -> `iter_fp8_weights` -> the files of a plan.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PretrainedConfig
 
 from jetrl_megatron.convert.bridge import import_bridge
-from jetrl_megatron.convert.fp8_weights import is_decoder_linear, iter_fp8_weights
-from jetrl_megatron.convert.hf_model import HfModel, open_hf_model
+from jetrl_megatron.convert.conversion import ConvertOptions, HfConfigSource, Job, open_conversion, prepare_job
+from jetrl_megatron.convert.fp8_weights import iter_fp8_weights
+from jetrl_megatron.convert.hf_model import open_hf_model
 from jetrl_megatron.convert.live import check_model_recipe, gather_linears, unwrapped, wait_for_parameters
-from jetrl_megatron.convert.mapping import HfMapping, LogicalMatrix
-from jetrl_megatron.convert.plan import ExportPlan, plan_export
-from jetrl_megatron.convert.recipe_file import choose_recipe
-from jetrl_megatron.convert.rollout_tp import check_rollout_tp
-from jetrl_megatron.convert.shards import ShardedCheckpoint
-from jetrl_megatron.convert.writer import check_out, export_config, write_export
+from jetrl_megatron.convert.ranks import ALONE, Ranks
+from jetrl_megatron.convert.writer import SHARD_BYTES, check_out, write_export
 from jetrl_megatron.recipe import Fp8BlockRecipe
-
-type HfConfigSource = PretrainedConfig | str | os.PathLike[str]
-"""A configuration object, or the folder that holds config.json."""
 
 
 def convert_checkpoint(
@@ -40,9 +32,16 @@ def convert_checkpoint(
     recipe_fields: Mapping[str, Any] | None = None,
     tokenizer_from: str | os.PathLike[str] | None = None,
     rollout_tp: int | None = None,
+    max_shard_size: int = SHARD_BYTES,
+    workers: int | None = None,
     force: bool = False,
+    verify: bool = False,
+    ranks: Ranks = ALONE,
 ) -> Path:
-    """Converts a torch_dist checkpoint of any parallel layout, in one process and without a GPU.
+    """Converts a saved checkpoint of any parallel layout, without a GPU and one parameter at a time.
+
+    A conversion that was killed goes on where it was when it is called again with the same source and options; its work
+    lies in .OUT.partial beside `out`.
 
     Args:
         src: the checkpoint, or a training folder, of which the last iteration is taken.
@@ -53,7 +52,11 @@ def convert_checkpoint(
         recipe_fields: single fields to ask for instead of a whole recipe.
         tokenizer_from: folder with the tokenizer; None takes the one beside config.json, if there is one.
         rollout_tp: tensor-parallel size that the engine will use; shapes that it cannot cut are refused.
+        max_shard_size: largest weight file, in bytes of tensors.
+        workers: threads; None takes the cores of this process, but no more than 8.
         force: replace an export that is there already.
+        verify: read the weights back and compare them with the source before `out` appears.
+        ranks: the processes that share the work, each of which calls this.
 
     Returns:
         `out`.
@@ -62,18 +65,9 @@ def convert_checkpoint(
         ValueError: a file is missing or damaged, the checkpoint is not that of the model, a weight is not finite, or an
             argument contradicts the checkpoint. Nothing is left behind.
     """
-    checkpoint = ShardedCheckpoint(src)
-    recipe = choose_recipe(checkpoint.folder, recipe, recipe_fields)
-    modules = {parameter.name.rpartition(".")[0] for parameter in checkpoint.parameters}
-    linears = sorted(filter(is_decoder_linear, modules))
-    job = _prepare(out, hf_config, recipe, linears, _Options(tokenizer_from, rollout_tp, force))
-    names = {name for parameter in checkpoint.parameters for name in job.mapping.targets(parameter.name)}
-    job.plan.check_sources(job.mapping.untied_names(names))
-    return job.write(
-        matrix
-        for parameter in checkpoint.parameters
-        for matrix in job.mapping.split(parameter.name, checkpoint.read(parameter))
-    )
+    options = ConvertOptions(hf_config, recipe, recipe_fields, tokenizer_from, rollout_tp, max_shard_size, workers)
+    conversion = ranks.agree(lambda: open_conversion(src, out, options))
+    return conversion.run(force=force, verify=verify, ranks=ranks)
 
 
 def export_vllm_checkpoint(
@@ -111,16 +105,22 @@ def export_vllm_checkpoint(
     models = [unwrapped(chunk) for chunk in chunks]
     linears, num_layers = gather_linears(models), models[0].config.num_layers
     recipe = check_model_recipe(linears, recipe, num_layers)
-    options = _Options(tokenizer_from, rollout_tp, force)
     names = sorted({state.name for state in linears})
-    job = _on_rank_0(lambda: _prepare(out, hf_config, recipe, names, options))
+
+    def prepare() -> Job:
+        check_out(Path(out), force=force)
+        return prepare_job(out, hf_config, recipe, names, tokenizer_from, rollout_tp)
+
+    job = _on_rank_0(prepare)
     hf = open_hf_model(hf_config)
     stream = import_bridge().AutoBridge.from_hf_config(hf.config).export_hf_weights(models, show_progress=False)
 
     def write() -> None:
         assert job is not None
+        untied = job.mapping.without_tied_head(job.mapping.from_hf(name, tensor) for name, tensor in stream)
+        tensors = iter_fp8_weights(untied, recipe, job.mapping.num_layers)
         try:
-            job.write(job.mapping.from_hf(name, tensor) for name, tensor in stream)
+            write_export(tensors, Path(out), plan=job.plan, config=job.config, files=job.files, force=force)
         finally:
             # The others wait in Bridge's collectives: they are run to the end, whatever happened to the file.
             _drain(stream)
@@ -129,56 +129,6 @@ def export_vllm_checkpoint(
         _drain(stream)
     _on_rank_0(write)
     return Path(out)
-
-
-@dataclass(frozen=True)
-class _Options:
-    tokenizer_from: str | os.PathLike[str] | None
-    rollout_tp: int | None
-    force: bool
-
-
-@dataclass(frozen=True)
-class _Job:
-    """An export of which everything is known but the weights."""
-
-    out: Path
-    hf: HfModel
-    recipe: Fp8BlockRecipe
-    mapping: HfMapping
-    plan: ExportPlan
-    files: list[Path]
-    force: bool
-
-    def write(self, matrices: Iterable[LogicalMatrix]) -> Path:
-        """Quantises and writes."""
-        untied = self.mapping.without_tied_head(matrices)
-        return write_export(
-            iter_fp8_weights(untied, self.recipe, self.mapping.num_layers),
-            self.out,
-            plan=self.plan,
-            config=export_config(self.hf, self.recipe, self.plan.ignored),
-            files=self.files,
-            force=self.force,
-        )
-
-
-def _prepare(
-    out: str | os.PathLike[str],
-    hf_config: HfConfigSource,
-    recipe: Fp8BlockRecipe,
-    linears: list[str],
-    options: _Options,
-) -> _Job:
-    """Checks everything that can be checked before the first weight is read."""
-    check_out(Path(out), force=options.force)
-    hf = open_hf_model(hf_config)
-    files = hf.files(options.tokenizer_from)
-    if options.rollout_tp is not None:
-        check_rollout_tp(hf.config, options.rollout_tp, recipe)
-    mapping = HfMapping(hf)
-    plan = plan_export(hf, mapping, linears, recipe)
-    return _Job(Path(out), hf, recipe, mapping, plan, files, options.force)
 
 
 def _drain(stream: Iterator[object]) -> None:

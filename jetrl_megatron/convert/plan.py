@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +17,17 @@ from jetrl_megatron.convert.hf_model import HfModel
 from jetrl_megatron.convert.mapping import HfMapping
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.tensor import ceil_div
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
+"""safetensors' names, in the order in which it stores tensors: its own list, from the end."""
 
 
 class TensorSpec(NamedTuple):
@@ -48,21 +60,48 @@ class ExportPlan:
         """Bytes of all tensors."""
         return sum(spec.nbytes for spec in self.tensors.values())
 
+    def to_text(self) -> str:
+        """A table of the tensors; those whose names differ in numbers alone share a line if they are alike."""
+        alike: dict[tuple[str, TensorSpec], int] = {}
+        for name, spec in self.tensors.items():
+            key = _NUMBER.sub("*", name), spec
+            alike[key] = alike.get(key, 0) + 1
+        rows = [("tensor", "number", "dtype", "shape", "MB")]
+        for (name, spec), count in alike.items():
+            size = f"{count * spec.nbytes / 1e6:.3f}"
+            rows.append((name, str(count), DTYPE_NAMES[spec.dtype], "x".join(map(str, spec.shape)), size))
+        return text_table(rows, numbers=(1, 4))
+
     def check(self, name: str, tensor: torch.Tensor) -> None:
         """Checks one tensor that is about to be written.
 
         Raises:
             ValueError: the export has no such tensor, or another shape or dtype for it.
         """
-        spec = self.tensors.get(name)
-        if spec is None:
+        self._check(name, tensor, self._spec(name).dtype)
+
+    def check_source(self, name: str, matrix: torch.Tensor) -> None:
+        """Checks one logical matrix that is about to be quantised or passed on.
+
+        Raises:
+            ValueError: the export has no such tensor, or another shape or dtype for it.
+        """
+        dtype = self._spec(name).dtype
+        self._check(name, matrix, torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype)
+
+    def _spec(self, name: str) -> TensorSpec:
+        if name not in self.tensors:
             raise ValueError(
                 f"{name} is no tensor of the Hugging Face model: pass the --hf-config of the trained model"
             )
-        if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+        return self.tensors[name]
+
+    def _check(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        shape = self.tensors[name].shape
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
             raise ValueError(
-                f"{name} is {tensor.dtype} {list(tensor.shape)}, and the export wants {spec.dtype} {list(spec.shape)}: "
-                "pass the --hf-config of the trained model"
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, and the export wants {dtype} {list(shape)}: pass the "
+                "--hf-config of the trained model"
             )
 
     def check_sources(self, names: Iterable[str]) -> None:
@@ -126,6 +165,23 @@ def plan_export(hf: HfModel, mapping: HfMapping, linears: Iterable[str], recipe:
         scale_shape = tuple(ceil_div(size, block) for size, block in zip(shape, recipe.weight_block, strict=True))
         tensors[scale_name(name)] = TensorSpec(scale_shape, torch.float32)
     return ExportPlan(tensors, _with_head(ignored, mapping))
+
+
+def text_table(rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> str:
+    """Rows of equal length as lines of aligned columns.
+
+    Args:
+        numbers: columns that are aligned to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if column in numbers else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def _some(names: list[str]) -> str:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from tqdm import tqdm
 
+from jetrl_megatron.convert.files import INDEX, FileLayout, TensorFiles, lay_out
 from jetrl_megatron.convert.hf_model import HfModel
 from jetrl_megatron.convert.plan import ExportPlan
 from jetrl_megatron.recipe import Fp8BlockRecipe
@@ -51,10 +51,20 @@ def exported_recipe(folder: Path) -> Fp8BlockRecipe:
     Raises:
         ValueError: the folder is no export of this converter, or its recipe was edited.
     """
-    if not _is_export(folder):
+    if not is_export(folder):
         raise ValueError(f'{folder} is no export of this converter: its config.json has no "jetrl"')
     config = folder / "config.json"
     return Fp8BlockRecipe.from_stamp(json.loads(config.read_text(encoding="utf-8"))["jetrl"], str(config))
+
+
+def check_parent(out: Path) -> None:
+    """Checks that the folder to write into exists.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not out.parent.is_dir():
+        raise ValueError(f"{out.parent} is no folder: create it, or choose another place for the export")
 
 
 def check_out(out: Path, *, force: bool) -> None:
@@ -63,11 +73,10 @@ def check_out(out: Path, *, force: bool) -> None:
     Raises:
         ValueError: something is there that may not be replaced, or the folder to write into does not exist.
     """
-    if not out.parent.is_dir():
-        raise ValueError(f"{out.parent} is no folder: create it, or choose another place for the export")
+    check_parent(out)
     if not os.path.lexists(out):
         return
-    if not _is_export(out):
+    if not is_export(out):
         raise ValueError(f"{out} exists and is no export of this converter: choose another name, or remove it yourself")
     if not force:
         raise ValueError(f"{out} exists: choose another name, or replace the export with --force (force=True)")
@@ -86,7 +95,7 @@ def write_export(
     """Writes tensors, config.json and copied files into a new folder that gets its name when it is complete.
 
     Args:
-        tensors: (Hugging Face name, tensor), in any order; held until a file is full.
+        tensors: (Hugging Face name, tensor), in any order; each goes to its place at once.
         out: the folder to make.
         plan: what the tensors must be.
         config: content of config.json.
@@ -103,64 +112,47 @@ def write_export(
     check_out(out, force=force)
     with _new_folder(out) as folder:
         _write_tensors(tensors, folder, plan, shard_bytes)
-        _write_json(folder / "config.json", config)
-        for path in files:
-            (shutil.copytree if path.is_dir() else shutil.copyfile)(path, folder / path.name)
+        write_beside(folder, config, files)
     return out
 
 
 def _write_tensors(
     tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, plan: ExportPlan, shard_bytes: int
 ) -> None:
-    shards: list[list[str]] = []
-    held: dict[str, torch.Tensor] = {}
-    held_bytes = 0
+    layout = lay_out(plan.tensors, shard_bytes)
     seen: set[str] = set()
     # disable=None: no bar where nobody watches, e.g. in a log file.
-    with tqdm(total=plan.nbytes, unit="B", unit_scale=True, desc="export", disable=None) as progress:
+    with (
+        TensorFiles(folder, layout, create=True) as files,
+        tqdm(total=plan.nbytes, unit="B", unit_scale=True, desc="export", disable=None) as progress,
+    ):
         for name, tensor in tensors:
             plan.check(name, tensor)
             if name in seen:
                 raise ValueError(f"{name} arrives twice: two parameters of the source map to it")
             seen.add(name)
-            if held and held_bytes + tensor.nbytes > shard_bytes:
-                shards.append(_write_shard(folder, len(shards), held))
-                held, held_bytes = {}, 0
-            held[name] = _own_storage(tensor)
-            held_bytes += tensor.nbytes
+            files.write(name, tensor)
             progress.update(tensor.nbytes)
-    plan.check_complete(seen)
-    shards.append(_write_shard(folder, len(shards), held))
-    _name_shards(folder, shards, plan.nbytes)
+        plan.check_complete(seen)
+        files.sync()
+    write_index(folder, layout)
 
 
-def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    # A part of a bigger tensor would keep all of it in memory, and safetensors refuses shared storage.
-    tensor = tensor.detach().cpu().contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+def write_index(folder: Path, layout: FileLayout) -> None:
+    """Writes the file that names each tensor's weight file, where there are several."""
+    index = layout.index()
+    if index is not None:
+        _write_json(folder / INDEX, index)
 
 
-def _shard_path(folder: Path, index: int) -> Path:
-    return folder / f"{index}.partial"
-
-
-def _write_shard(folder: Path, index: int, held: dict[str, torch.Tensor]) -> list[str]:
-    save_file(held, _shard_path(folder, index), metadata={"format": "pt"})
-    _flush(_shard_path(folder, index))
-    return sorted(held)
-
-
-def _name_shards(folder: Path, shards: list[list[str]], nbytes: int) -> None:
-    if len(shards) == 1:
-        _shard_path(folder, 0).rename(folder / "model.safetensors")
-        return
-    where: dict[str, str] = {}
-    for index, names in enumerate(shards):
-        file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
-        _shard_path(folder, index).rename(folder / file)
-        where.update(dict.fromkeys(names, file))
-    index_json = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(where.items()))}
-    _write_json(folder / "model.safetensors.index.json", index_json)
+def write_beside(folder: Path, config: dict[str, Any], files: Sequence[Path]) -> None:
+    """Writes config.json and copies files and folders beside the weights."""
+    _write_json(folder / "config.json", config)
+    for path in files:
+        if path.is_dir():
+            shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(path, folder / path.name)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -173,7 +165,8 @@ def _flush(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _is_export(folder: Path) -> bool:
+def is_export(folder: Path) -> bool:
+    """Whether a folder is an export of this converter."""
     try:
         return "jetrl" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -12,9 +12,9 @@ from jetrl_megatron.convert.fp8_weights import is_decoder_linear, iter_fp8_weigh
 from jetrl_megatron.convert.hf_model import open_hf_model
 from jetrl_megatron.convert.mapping import HfMapping, LogicalMatrix
 from jetrl_megatron.convert.plan import plan_export
+from jetrl_megatron.convert.stored import tensor_files
 from jetrl_megatron.convert.writer import check_out, export_config, write_export
 from jetrl_megatron.recipe import JETRL_FP8, Fp8BlockRecipe
-from jetrl_megatron.verify.weights import tensor_files
 
 
 def export_hf_folder(hf_model: Path, out: Path, recipe: Fp8BlockRecipe = JETRL_FP8, *, force: bool = False) -> Path:

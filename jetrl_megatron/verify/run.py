@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from jetrl_megatron.convert.rollout_tp import check_rollout_tp
+from jetrl_megatron.convert.stored import read_config
 from jetrl_megatron.recipe import JETRL_FP8
 from jetrl_megatron.verify.child import ChildError, run_child
 from jetrl_megatron.verify.environment import megatron_command, megatron_environment, versions
-from jetrl_megatron.verify.folder import RolloutFolder, check_rollout_folder, read_config
+from jetrl_megatron.verify.folder import RolloutFolder, check_rollout_folder
 from jetrl_megatron.verify.logprobs import LogProbs
 from jetrl_megatron.verify.report import Comparison, VerifyReport
 from jetrl_megatron.verify.requests import MODES, VARIANTS, Batch, EngineRequest, Scoring, TrainingRequest

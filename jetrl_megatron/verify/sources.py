@@ -9,8 +9,8 @@ from typing import Any
 
 from jetrl_megatron.convert.recipe_file import RECIPE_FILE, choose_recipe
 from jetrl_megatron.convert.shards import checkpoint_folder
+from jetrl_megatron.convert.stored import read_config
 from jetrl_megatron.recipe import JETRL_FP8, Fp8BlockRecipe
-from jetrl_megatron.verify.folder import read_config
 
 _OF_EXPORTS = ("quantization_config", "jetrl")
 

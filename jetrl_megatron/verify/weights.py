@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from jetrl_megatron.convert.bridge import import_bridge
 from jetrl_megatron.convert.fp8_weights import iter_fp8_weights
 from jetrl_megatron.convert.hf_model import open_hf_model
 from jetrl_megatron.convert.live import unwrapped
 from jetrl_megatron.convert.mapping import HfMapping
+from jetrl_megatron.convert.stored import tensor_files
 from jetrl_megatron.recipe import Fp8BlockRecipe
-
-INDEX = "model.safetensors.index.json"
-"""File that says which tensor lies in which shard."""
 
 
 def differing_weights(model: list[Any], folder: Path, recipe: Fp8BlockRecipe) -> list[str]:
@@ -48,40 +45,6 @@ def differing_weights(model: list[Any], folder: Path, recipe: Fp8BlockRecipe) ->
         line = _difference(name, expected.cpu(), stored)
         lines += [line] if line else []
     return lines + [f"{name}: training has no such tensor" for name in sorted(set(stored) - seen)]
-
-
-def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file that holds each tensor of a Hugging Face folder.
-
-    Raises:
-        ValueError: there are no safetensors, or a file is missing or damaged.
-    """
-    index = folder / INDEX
-    if index.is_file():
-        return {name: folder / file for name, file in _weight_map(index).items()}
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        raise ValueError(f"{folder} has neither {INDEX} nor model.safetensors: name the folder of an exported model")
-    return dict.fromkeys(_names(single), single)
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        content = json.loads(index.read_text())
-    except ValueError as error:
-        raise ValueError(f"{index} is no JSON file: {error}") from error
-    names = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise ValueError(f'{index} has no object "weight_map" that names a file for each tensor: export again')
-    return names
-
-
-def _names(path: Path) -> list[str]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return list(file.keys())
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged: {error}; copy or export it again") from error
 
 
 def _difference(name: str, expected: torch.Tensor, stored: dict[str, Path]) -> str | None:

@@ -1,0 +1,282 @@
+"""`jetrl convert`: its options, its plan, its comparison, and what it says about damaged sources."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+
+from jetrl_megatron.cli import main
+from jetrl_megatron.convert import stream
+from jetrl_megatron.convert.export import convert_checkpoint
+from jetrl_megatron.convert.files import TensorFiles, lay_out
+from jetrl_megatron.convert.plan import TensorSpec
+from tests.unit.convert_cases import contents, make_source
+
+type Made = tuple[Path, Path, Path]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Checkpoint, config.json and export."""
+    root = tmp_path_factory.mktemp("command")
+    source, hf = make_source(root)
+    return source, hf, convert_checkpoint(source, root / "out", hf_config=hf)
+
+
+def command(source: Path, hf: Path, out: Path, *options: str) -> int:
+    return main(["convert", str(source), str(out), "--hf-config", str(hf), *options])
+
+
+def test_weight_files_are_those_of_safetensors_exact(tmp_path: Path) -> None:
+    tensors = {
+        "z.é": torch.randn(3, 5).bfloat16(),
+        "layers.10": torch.randn(4, 4).to(torch.float8_e4m3fn),
+        "layers.2": torch.randn(4, 4).to(torch.float8_e4m3fn),
+        "scalar": torch.randn(()),
+        "half": torch.randn(3).half(),
+        "e8m0": torch.ones(5).to(torch.float8_e8m0fnu),
+        "empty": torch.zeros(0, 4),
+        "rows": torch.randn(6, 2),
+    }
+    layout = lay_out({name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}, 10**6)
+    with TensorFiles(tmp_path, layout, create=True) as files:
+        for name, tensor in reversed(tensors.items()):
+            if name != "rows":
+                files.write(name, tensor)
+        files.write("rows", tensors["rows"][4:], 4)
+        files.write("rows", tensors["rows"][:4])
+    assert (tmp_path / "model.safetensors").read_bytes() == save(tensors, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "options", [("--workers", "1"), ("--workers", "5"), ("--verify",)], ids=["one_thread", "five_threads", "verify"]
+)
+def test_command_writes_the_same_bytes_exact(tmp_path: Path, made: Made, options: tuple[str, ...]) -> None:
+    source, hf, expected = made
+    assert command(source, hf, tmp_path / "out", *options) == 0
+    assert contents(tmp_path / "out") == contents(expected)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_bands_of_any_size_give_the_same_bytes_exact(
+    tmp_path: Path, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, hf, expected = made
+    for tiles in (1, 2):
+        monkeypatch.setattr(stream, "_BAND", tiles * 128 * 128)
+        monkeypatch.setattr(stream, "_HELD_BYTES", 1)
+        assert command(source, hf, tmp_path / f"out{tiles}") == 0
+        assert contents(tmp_path / f"out{tiles}") == contents(expected)
+
+
+def test_max_shard_size_makes_files_with_an_index(tmp_path: Path, made: Made) -> None:
+    source, hf, expected = made
+    out = tmp_path / "out"
+    assert command(source, hf, out, "--max-shard-size", "0.3MB", "--verify") == 0
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    whole = load_file(expected / "model.safetensors")
+    assert index["weight_map"].keys() == whole.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 2 and {path.name for path in files} == set(index["weight_map"].values())
+    for path in files:
+        for name, tensor in load_file(path).items():
+            assert index["weight_map"][name] == path.name
+            assert torch.equal(tensor.view(torch.uint8), whole[name].view(torch.uint8))
+    # The same comparison of an export that is there already; its files' sizes do not matter.
+    assert command(source, hf, out, "--verify") == 0
+
+
+def test_bf16_layers_are_first_and_last(tmp_path: Path, made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    source, hf, _ = made
+    assert command(source, hf, tmp_path / "out", "--bf16-layers", "1/0") == 0
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    for layer, dtype in enumerate((torch.bfloat16, torch.float8_e4m3fn)):
+        assert tensors[f"model.layers.{layer}.mlp.up_proj.weight"].dtype == dtype
+    assert command(source, hf, tmp_path / "no", "--bf16-layers", "1/0", "--bf16-end", "1") == 2
+    assert "leave out --bf16-start and --bf16-end" in capsys.readouterr().err
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(
+    tmp_path: Path, made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, hf, _ = made
+    assert command(source, hf, tmp_path / "out", "--dry-run", "--ignore", "*.1.mlp.linear_fc2") == 0
+    text = capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+    lines = [line.split() for line in text.splitlines()]
+    assert ["tensor", "number", "dtype", "shape", "MB"] in lines
+    assert ["model.layers.*.self_attn.q_proj.weight", "2", "F8_E4M3", "256x256", "0.131"] in lines
+    assert ["model.layers.*.mlp.down_proj.weight", "1", "F8_E4M3", "256x384", "0.098"] in lines
+    assert ["model.layers.*.mlp.down_proj.weight", "1", "BF16", "256x384", "0.197"] in lines
+    assert ["model.layers.*.mlp.down_proj.weight_scale_inv", "1", "F32", "2x3", "0.000"] in lines
+    assert "stays BF16: model.layers.1.mlp.down_proj" in text and "rollout TP that vLLM can serve: 1\n" in text
+
+
+def test_verify_names_a_changed_byte(tmp_path: Path, made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    source, hf, expected = made
+    out = Path(shutil.copytree(expected, tmp_path / "out"))
+    weights = bytearray((out / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (out / "model.safetensors").write_bytes(weights)
+    assert command(source, hf, out, "--verify") == 1
+    # The last codes in the file are those of the name that sorts last.
+    assert capsys.readouterr().out == "model.layers.1.self_attn.v_proj.weight: 1 bytes differ from the source's\n"
+    shutil.copy(expected / "model.safetensors", out)
+    capsys.readouterr()
+    assert command(source, hf, out, "--verify") == 0
+    assert "every byte is what the source makes" in capsys.readouterr().out
+    assert command(source, hf, out, "--verify", "--scale-format", "fp32") == 1
+    assert "config.json: jetrl is" in capsys.readouterr().out
+
+
+def test_verify_keeps_a_wrong_export_from_appearing(
+    tmp_path: Path, made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, hf, _ = made
+    write = TensorFiles.write
+
+    def faulty(self: TensorFiles, name: str, tensor: torch.Tensor, first_row: int = 0) -> None:
+        if name.endswith("1.mlp.up_proj.weight"):
+            tensor = tensor.clone()
+            tensor.view(torch.uint8)[0, 0] ^= 8
+        write(self, name, tensor, first_row)
+
+    monkeypatch.setattr(TensorFiles, "write", faulty)
+    assert command(source, hf, tmp_path / "out", "--verify") == 2
+    error = capsys.readouterr().err
+    assert "model.layers.1.mlp.up_proj.weight: " in error and "out was not made" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--max-shard-size", "many"), "'many' is no size: write e.g. 500MB or 5GB"),
+        (("--max-shard-size", "0"), "'0' is no size"),
+        (("--bf16-layers", "3"), "'3' is not like 1/2"),
+        (("--workers", "0"), "workers=0 must be 1 or more threads"),
+    ],
+)
+def test_command_refuses_options(
+    tmp_path: Path, made: Made, capsys: pytest.CaptureFixture[str], options: tuple[str, str], message: str
+) -> None:
+    source, hf, _ = made
+    try:
+        status = command(source, hf, tmp_path / "out", *options)
+    except SystemExit as error:
+        status = int(str(error.code))
+    assert status == 2 and message in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+def _truncated(folder: Path) -> None:
+    file = folder / "__1_0.distcp"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _missing_rank(folder: Path) -> None:
+    (folder / "__1_0.distcp").unlink()
+
+
+def _foreign_file_in_its_place(folder: Path) -> None:
+    file = folder / "__0_0.distcp"
+    file.write_bytes(random.Random(0).randbytes(file.stat().st_size))
+
+
+def _no_index(folder: Path) -> None:
+    (folder / ".metadata").unlink()
+
+
+def _empty_index(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(b"")
+
+
+def _foreign_index(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps({"not": "an index"}))
+
+
+def _text_index(folder: Path) -> None:
+    (folder / ".metadata").write_text('{"weight_map": {}}')
+
+
+def _wrong_dtype(folder: Path) -> None:
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    entry = index.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"]
+    object.__setattr__(entry.properties, "dtype", torch.int8)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def _index_of_another_place(folder: Path) -> None:
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    places = list(index.storage_data)
+    first, last = index.storage_data[places[0]], index.storage_data[places[-1]]
+    index.storage_data[places[0]], index.storage_data[places[-1]] = last, first
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_truncated, r"__1_0\.distcp has \d+ bytes, the index wants \d+"),
+        (_missing_rank, r"__1_0\.distcp is missing"),
+        (_foreign_file_in_its_place, r"cannot be read from .*__0_0\.distcp"),
+        (_no_index, r"has no \.metadata"),
+        (_empty_index, r"\.metadata is no index"),
+        (_foreign_index, r"index"),
+        (_text_index, r"\.metadata is no index"),
+        (_wrong_dtype, r"linear_fc2\.weight is stored as torch\.int8"),
+        (_index_of_another_place, r"(final_layernorm|word_embeddings)\.weight cannot be read"),
+    ],
+)
+def test_damaged_source_is_a_named_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], None], message: str
+) -> None:
+    source, hf = make_source(tmp_path)
+    spoil(source)
+    assert command(source, hf, tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert "Traceback" not in error and {path.name for path in tmp_path.iterdir()} == {"source", "hf"}
+
+
+def test_foreign_files_beside_the_source_do_not_matter_exact(tmp_path: Path, made: Made) -> None:
+    source, hf = make_source(tmp_path)
+    (source / "notes.txt").write_text("x")
+    (source / "__9_0.distcp").write_bytes(b"left over")
+    (source / "model").mkdir()
+    (source / "model/config.json").write_text("{}")
+    assert command(source, hf, tmp_path / "out") == 0
+    assert contents(tmp_path / "out") == contents(made[2])
+
+
+def test_flipped_bytes_of_the_index_are_errors_or_harmless(
+    tmp_path: Path, made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, hf, expected = made
+    source = make_source(tmp_path)[0]
+    index = (source / ".metadata").read_bytes()
+    flips = random.Random(2)
+    statuses: list[Any] = []
+    for _ in range(60):
+        spoilt = bytearray(index)
+        spoilt[flips.randrange(len(spoilt))] ^= 1 << flips.randrange(8)
+        (source / ".metadata").write_bytes(spoilt)
+        status = command(source, hf, tmp_path / "out")
+        error = capsys.readouterr().err
+        statuses.append(status)
+        if status == 0:
+            assert contents(tmp_path / "out") == contents(expected)
+            shutil.rmtree(tmp_path / "out")
+        assert "Traceback" not in error and not (tmp_path / "out").exists()
+        assert status == 0 or "jetrl: error: " in error
+    assert statuses.count(2) > 20, statuses
