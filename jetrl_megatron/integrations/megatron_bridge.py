@@ -78,9 +78,7 @@ def build_model(
         ImportError: Megatron-core or Megatron-Bridge is missing.
     """
     if parity and recipe is None:
-        raise ValueError(
-            "parity=True without a recipe: a BF16 model has no FP8 rollout to equal; pass recipe=JETRL_FP8"
-        )
+        raise ValueError("parity=True without a recipe: a BF16 model has no FP8 rollout to equal; pass recipe=JETRL_FP8")
     if not torch.cuda.is_available():
         megatron_cpu.install()
     bridge = import_bridge()

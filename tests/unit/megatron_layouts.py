@@ -79,9 +79,8 @@ def megatron_parameters(hf: Mapping[str, torch.Tensor], config: Any, *, fused: b
             found[_outer_name(name)] = _padded(tensor) if tensor.dim() == 2 else tensor
             continue
         layer, inner = int(match[1]), match[2]
-        for key, value in _layer_parameter(
-            inner, tensor, names, config, lambda other: hf[f"model.layers.{layer}.{other}"]
-        ):
+        beside = {other: hf[f"model.layers.{layer}.{other}"] for other in _siblings(inner)}
+        for key, value in _layer_parameter(inner, tensor, names, config, beside):
             found[_in_layer(layer, key, config)] = value
     return found
 
@@ -103,22 +102,29 @@ def _in_layer(layer: int, key: str, config: Any) -> str:
 
 
 def _layer_parameter(
-    inner: str, tensor: torch.Tensor, names: dict[str, str], config: Any, beside: Any
+    inner: str, tensor: torch.Tensor, names: dict[str, str], config: Any, beside: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     module, _, kind = inner.rpartition(".")
     linear = module.rpartition(".")[2]
     if inner in names:
         yield names[inner], tensor
     elif module == "self_attn.q_proj":
-        parts = [tensor, *(beside(f"self_attn.{part}_proj.{kind}") for part in "kv")]
-        yield f"self_attention.linear_qkv.{kind}", _interleaved(parts, config)
+        yield f"self_attention.linear_qkv.{kind}", _interleaved([tensor, *beside.values()], config)
     elif linear in _GATED:
-        up = beside(inner.replace(linear, _GATED[linear]))
-        yield f"{_mlp(module)}.linear_fc1.{kind}", torch.cat([tensor, up])
+        yield f"{_mlp(module)}.linear_fc1.{kind}", torch.cat([tensor, *beside.values()])
     elif linear in ("down_proj", "w2"):
         yield f"{_mlp(module)}.linear_fc2.{kind}", tensor
     elif linear not in ("k_proj", "v_proj", *_GATED.values()):
         raise AssertionError(inner)
+
+
+def _siblings(inner: str) -> list[str]:
+    """Other tensors of the layer that Megatron stores in one with this, which is the first of them."""
+    module, _, kind = inner.rpartition(".")
+    linear = module.rpartition(".")[2]
+    if module == "self_attn.q_proj":
+        return [f"self_attn.{part}_proj.{kind}" for part in "kv"]
+    return [inner.replace(linear, _GATED[linear])] if linear in _GATED else []
 
 
 def _mlp(module: str) -> str:
