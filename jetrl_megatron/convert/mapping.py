@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -42,13 +43,15 @@ class LogicalMatrix(NamedTuple):
 
 @contextlib.contextmanager
 def _without_training_advice() -> Iterator[None]:
-    # Bridge warns of fusions that a training run would lack, and asks transformers for a field by its former name.
+    # Bridge warns of fusions that a training run would lack and of families that it will drop, and asks transformers for a field by its former name.
     loggers = [logging.getLogger(name) for name in ("megatron.bridge", "transformers.configuration_utils")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Support for Gemma")
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

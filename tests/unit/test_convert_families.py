@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,15 @@ class Model:
             f"{new}{norm}.weight": torch.randn(hidden).bfloat16() for norm in ("enorm", "hnorm", "shared_head.norm")
         }
         return {**inner, **joint, f"{new}eh_proj.weight": torch.randn(hidden, 2 * hidden).bfloat16()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Thousands of operators on small tensors: threads would wait for each other most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
