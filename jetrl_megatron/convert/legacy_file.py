@@ -93,7 +93,7 @@ def _unread(name: str) -> type[_Unread]:
 def _stages(path: Path, content: dict[str, Any]) -> list[str]:
     if _MODEL in content:
         return [_MODEL]
-    stages = []
+    stages: list[str] = []
     while f"{_MODEL}{len(stages)}" in content:
         stages.append(f"{_MODEL}{len(stages)}")
     if not stages:

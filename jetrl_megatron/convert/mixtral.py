@@ -17,7 +17,7 @@ def register_mixtral() -> None:
     mixtral = importlib.import_module("transformers").MixtralForCausalLM
 
     def provider_bridge(self: Any, hf_pretrained: Any) -> Any:
-        provider = super(bridge, self).provider_bridge(hf_pretrained)
+        provider = model_bridge.provider_bridge(self, hf_pretrained)
         provider.normalization = "RMSNorm"
         provider.gated_linear_unit = True
         provider.add_bias_linear = False
