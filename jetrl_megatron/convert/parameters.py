@@ -13,6 +13,12 @@ _GROUPED = re.compile(r"^(.*\.experts)\.(linear_fc\d)\.(weight|bias)(\d+)$")
 _STORED_EXPERT = re.compile(r"^(.*\.experts)\.experts\.(\d+)\.(linear_fc\d\..+)$")
 # What Megatron-core called the decoder layer inside an MTP layer before 0.17.
 _MTP_LAYER = re.compile(r"^(mtp\.layers\.\d+)\.transformer_layer\.")
+# A norm that TransformerEngine fuses into the linear behind it. Megatron-core saves others under these names as well,
+# even where experts follow, which have no such linear.
+_FUSED_NORMS = (
+    (re.compile(r"\.self_attention\.linear_qkv\.layer_norm_weight$"), ".input_layernorm.weight"),
+    (re.compile(r"\.mlp\.linear_fc1\.layer_norm_weight$"), ".pre_mlp_layernorm.weight"),
+)
 _NUMBER = re.compile(r"\d+")
 
 
@@ -38,7 +44,7 @@ class Parameter:
 
 
 def canonical_name(name: str) -> str:
-    """The one name of a parameter that different versions and expert classes of Megatron name differently.
+    """The one name of a parameter that different versions, specs and expert classes of Megatron name differently.
 
     Args:
         name: a name with global layer and expert numbers. An expert is a module ("local_experts.7.linear_fc1.weight"),
@@ -46,8 +52,10 @@ def canonical_name(name: str) -> str:
             ("experts.7.linear_fc1.weight").
 
     Returns:
-        the name with a module for each expert, and with "mtp_model_layer" inside an MTP layer.
+        the name with a module for each expert, norms as modules of their own, and "mtp_model_layer" inside an MTP layer.
     """
+    for fused, name_of_norm in _FUSED_NORMS:
+        name = fused.sub(name_of_norm, name)
     name = _MTP_LAYER.sub(r"\1.mtp_model_layer.", name)
     name = _GROUPED.sub(r"\1.local_experts.\4.\2.\3", name)
     return _STORED_EXPERT.sub(r"\1.local_experts.\2.\3", name)

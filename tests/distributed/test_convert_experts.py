@@ -79,8 +79,20 @@ def _build(family: str, layout: dict[str, int], fp8: bool) -> list[Any]:
     if fp8:
         use_jetrl(provider)
     provider.apply_overrides_and_finalize(dtype=torch.bfloat16)
-    models: list[Any] = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+    with pytest.MonkeyPatch.context() as patch:
+        # Bridge's own knows TransformerEngine's spec alone.
+        patch.setattr(gpt_provider, "mtp_block_spec", _local_mtp_spec)
+        models: list[Any] = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
     return models
+
+
+def _local_mtp_spec(config: Any, vp_stage: int | None = None) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
+
+    if not config.mtp_num_layers:
+        return None
+    last = get_gpt_decoder_layer_specs(config, use_transformer_engine=False)[-1]
+    return get_gpt_mtp_block_spec(config, last, use_transformer_engine=False, vp_stage=vp_stage)
 
 
 def _saved(family: str, name: str) -> Callable[[], None]:
@@ -127,7 +139,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Mod
         save_file(tensors, root / family / "model.safetensors", metadata={"format": "pt"})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FOLDER, str(root))
-        launch("tests.distributed.test_convert_experts", 2, root / "results.pt")
+        launch("tests.distributed.test_convert_experts", 2, root / "results.pt", timeout=240)
     return root, models
 
 

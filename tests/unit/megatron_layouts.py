@@ -315,6 +315,8 @@ def _shard(name: str, whole: torch.Tensor, piece: tuple[int, int, torch.Tensor],
     size, offsets = [*whole.shape], [row, column][: whole.dim()]
     layers, experts = counts
     expert, layer = _EXPERT.search(name), _LAYER.match(name)
+    # Local norms are saved under TransformerEngine's names, even where experts follow.
+    name = name.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
     if expert:
         size, offsets = [experts, *size], [int(expert[1]), *offsets]
         name = _EXPERT.sub(r".experts.\2.\3", name)
