@@ -197,8 +197,9 @@ class _Ranks:
         missing += [self._folder_name(*place) for place in places if place not in experts]
         if missing:
             sizes = f"TP {self._tensor}, PP {self._pipeline}, EP {self._expert}, expert TP {self._expert_tensor}"
+            names = joined(list(dict.fromkeys(missing)))
             raise ValueError(
-                f"{self._folder} lacks {joined(missing)}: the checkpoint was saved with {sizes}, and each rank's "
+                f"{self._folder} lacks {names}: the checkpoint was saved with {sizes}, and each rank's "
                 "folder is needed; copy all of them"
             )
 

@@ -73,10 +73,11 @@ def _load(path: Path) -> Any:
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        # torch puts advice to read the file unsafely before the reason.
+        reason = str(error).rpartition("WeightsUnpickler error:")[2].strip() or type(error).__name__
         raise ValueError(
-            f"{path} cannot be read: {reason}. It was cut off or is no file of torch.save: copy it again, or convert "
-            "another iteration"
+            f"{path} cannot be read: {reason.splitlines()[0]}. It was cut off or is no file of torch.save: copy it "
+            "again, or convert another iteration"
         ) from error
 
 

@@ -43,8 +43,8 @@ class LogicalMatrix(NamedTuple):
 
 @contextlib.contextmanager
 def _without_training_advice() -> Iterator[None]:
-    # Bridge warns of fusions that a training run would lack and of families that it will drop, and asks transformers for
-    # a field by its former name.
+    # Bridge warns of fusions that a training run would lack and of families that it will drop, and asks transformers
+    # for a field by its former name.
     loggers = [logging.getLogger(name) for name in ("megatron.bridge", "transformers.configuration_utils")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

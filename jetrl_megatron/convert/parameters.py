@@ -52,7 +52,7 @@ def canonical_name(name: str) -> str:
             ("experts.7.linear_fc1.weight").
 
     Returns:
-        the name with a module for each expert, norms as modules of their own, and "mtp_model_layer" inside an MTP layer.
+        the name with a module for each expert and each norm, and with "mtp_model_layer" inside an MTP layer.
     """
     for fused, name_of_norm in _FUSED_NORMS:
         name = fused.sub(name_of_norm, name)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import random
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
@@ -254,7 +256,9 @@ def _legacy_folder(layout: Layout, tensor: int, pipeline: int, expert: int) -> s
 def _legacy_content(models: list[dict[str, Any]], config: Any, layout: Layout | None) -> dict[str, Any]:
     for model in models:
         model["decoder.layers.0.self_attention.linear_proj._extra_state"] = None
+    random_state = {"random": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     content: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 7, "optimizer": {"state": torch.zeros(4)}}
+    content["rng_state"] = [random_state]
     if layout is not None:
         content["args"] = argparse.Namespace(
             tensor_model_parallel_size=layout.tp,
@@ -262,8 +266,9 @@ def _legacy_content(models: list[dict[str, Any]], config: Any, layout: Layout | 
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.expert_tp,
             num_layers=config.num_hidden_layers,
-            # An object of a class that a reader should neither import nor need.
+            # Objects of classes that a reader should neither import nor need.
             save=Path("/checkpoints"),
+            item_type=WriteItemType.SHARD,
         )
     keys = ["model"] if len(models) == 1 else [f"model{index}" for index in range(len(models))]
     return {**content, **dict(zip(keys, models, strict=True))}
