@@ -73,12 +73,17 @@ def _load(path: Path) -> Any:
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        # torch puts advice to read the file unsafely before the reason.
-        reason = str(error).rpartition("WeightsUnpickler error:")[2].strip() or type(error).__name__
         raise ValueError(
-            f"{path} cannot be read: {reason.splitlines()[0]}. It was cut off or is no file of torch.save: copy it "
-            "again, or convert another iteration"
+            f"{path} cannot be read: {_reason(error)}. It was cut off or is no file of torch.save: copy it again, or "
+            "convert another iteration"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    # torch wraps the reason in advice to load the file unsafely and in a link.
+    text = str(error).partition("\n\nCheck the documentation")[0]
+    reason = text.rpartition("WeightsUnpickler error:")[2].rpartition("\n\n")[2].strip()
+    return reason.splitlines()[0].rstrip(".") if reason else type(error).__name__
 
 
 def _safe_globals(path: Path) -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
