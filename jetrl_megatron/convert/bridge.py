@@ -22,6 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from jetrl_megatron.convert.mixtral import register_mixtral
+
 SUPPORTED_BRIDGE = (0, 6)
 """Release series of Megatron-Bridge whose imports and mappings this module knows: (major, minor)."""
 
@@ -53,7 +55,7 @@ _TALKATIVE_LOGGERS = (
 
 
 def import_bridge() -> ModuleType:
-    """Imports `megatron.bridge` and registers our linears with its mappings; calling it again costs nothing.
+    """Imports `megatron.bridge` and registers our linears and Mixtral with it; calling it again costs nothing.
 
     Returns:
         The module `megatron.bridge`.
@@ -67,6 +69,7 @@ def import_bridge() -> ModuleType:
         with quiet_megatron_imports(), _stand_in_for_transformer_engine():
             _import_megatron_bridge()
     _register_module_types()
+    register_mixtral()
     return sys.modules["megatron.bridge"]
 
 

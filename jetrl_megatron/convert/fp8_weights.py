@@ -18,11 +18,14 @@ WEIGHT = ".weight"
 SCALE = ".weight_scale_inv"
 
 # Megatron names its parallel linears linear_*; routers, norms and the mixers that stay BF16 have other names.
-_DECODER_LINEAR = re.compile(r"^decoder\.layers\.\d+\.(?:.*\.)?linear_\w+$")
+_DECODER_LINEAR = re.compile(r"^(?:decoder|mtp)\.layers\.\d+\.(?:.*\.)?linear_\w+$")
 
 
 def is_decoder_linear(module: str) -> bool:
-    """Whether a Megatron module name is that of a decoder linear, the kind of module that a recipe decides about."""
+    """Whether a Megatron module name is that of a decoder linear, the kind of module that a recipe decides about.
+
+    The decoder layer inside a layer of multi-token prediction has such linears too.
+    """
     return bool(_DECODER_LINEAR.match(module))
 
 

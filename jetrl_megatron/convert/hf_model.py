@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -52,10 +53,35 @@ class HfModel:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of the model in transformers, by name, a tied head included; nothing is allocated."""
+        """Shape of every tensor of the model by its name in a checkpoint, a tied head included; nothing is allocated.
+
+        Experts are a tensor each, as in the files and not as in transformers' modules, which stack them. MTP layers
+        follow the decoder's.
+        """
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(copy.deepcopy(self.config))
-        return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+            tensors = revert_weight_conversion(model, model.state_dict())
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        return {**shapes, **self._mtp_shapes(shapes)}
+
+    @property
+    def mtp_layers(self) -> int:
+        """Layers of multi-token prediction that the checkpoint has behind the decoder's."""
+        return int(getattr(self.config, "num_nextn_predict_layers", 0) or 0)
+
+    def _mtp_shapes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        # transformers leaves MTP layers out. Each is one more decoder layer, of the last one's kind, and what joins it
+        # to the decoder.
+        layers, hidden = self.config.num_hidden_layers, self.config.hidden_size
+        last = f"model.layers.{layers - 1}."
+        found: dict[str, tuple[int, ...]] = {}
+        for layer in range(layers, layers + self.mtp_layers):
+            prefix = f"model.layers.{layer}."
+            inner = {name: shape for name, shape in shapes.items() if name.startswith(last)}
+            found |= {prefix + name.removeprefix(last): shape for name, shape in inner.items()}
+            found |= {f"{prefix}{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", "shared_head.norm")}
+            found[f"{prefix}eh_proj.weight"] = (hidden, 2 * hidden)
+        return found
 
     def files(self, tokenizer_from: str | os.PathLike[str] | None) -> list[Path]:
         """Tokenizer, chat template and generation settings to copy beside the weights.

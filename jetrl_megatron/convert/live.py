@@ -13,6 +13,7 @@ from jetrl_megatron.convert.fp8_weights import is_decoder_linear
 from jetrl_megatron.recipe import Fp8BlockRecipe
 
 _LOCAL_LAYER = re.compile(r"^(decoder\.layers\.\d+)(\..+)$")
+_LOCAL_EXPERT = re.compile(r"^(.*\.local_experts)\.(\d+)(\..+)$")
 
 
 class LinearState(NamedTuple):
@@ -105,4 +106,16 @@ def _linears_of(model: Any) -> Iterator[LinearState]:
         layer = model.get_submodule(local[1]).layer_number - 1
         recipe = getattr(module, "recipe", None)
         recipe = recipe if isinstance(recipe, Fp8BlockRecipe) else None
-        yield LinearState(f"decoder.layers.{layer}{local[2]}", recipe is not None and bool(module.quantized), recipe)
+        name = _with_global_expert(model, f"decoder.layers.{layer}{local[2]}")
+        yield LinearState(name, recipe is not None and bool(module.quantized), recipe)
+
+
+def _with_global_expert(model: Any, name: str) -> str:
+    expert = _LOCAL_EXPERT.match(name)
+    if not expert:
+        return name
+    from megatron.core import parallel_state
+
+    ranks, rank = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
+    first = model.config.num_moe_experts // ranks * rank
+    return f"{expert[1]}.{first + int(expert[2])}{expert[3]}"

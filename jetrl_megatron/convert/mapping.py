@@ -6,17 +6,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from jetrl_megatron.convert.bridge import import_bridge
+from jetrl_megatron.convert.families import family_bridge
 from jetrl_megatron.convert.hf_model import HfModel
+from jetrl_megatron.convert.parameters import canonical_name, grouped_name
 from jetrl_megatron.layout import qkv_runs
 
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
+_TIED_HEAD = "lm_head.weight"
 
 _FLOAT32 = ("expert_bias",)
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -40,13 +43,16 @@ class LogicalMatrix(NamedTuple):
 
 @contextlib.contextmanager
 def _without_training_advice() -> Iterator[None]:
-    # Bridge warns of fusions that a training run would lack, and asks transformers for a field by its former name.
+    # Bridge warns of fusions that a training run would lack and of families that it will drop, and asks transformers
+    # for a field by its former name.
     loggers = [logging.getLogger(name) for name in ("megatron.bridge", "transformers.configuration_utils")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Support for Gemma")
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
@@ -62,12 +68,12 @@ class HfMapping:
         num_layers: decoder layers.
 
     Raises:
-        ValueError: Megatron-Bridge does not know the model's architecture.
+        ValueError: the model is of a family that the converter does not know.
     """
 
     def __init__(self, hf: HfModel) -> None:
         with _without_training_advice():
-            bridge = import_bridge().AutoBridge.from_hf_config(hf.config)
+            bridge = family_bridge(hf.config)
             # The one way to a bridge's mappings without its weights; Bridge has no public one.
             self._registry: Any = bridge._model_bridge.mapping_registry()
             provider: Any = bridge.to_megatron_provider(load_weights=False)
@@ -77,6 +83,8 @@ class HfMapping:
         self._head_dim: int = provider.kv_channels or provider.hidden_size // provider.num_attention_heads
         self._vocab_size: int = hf.config.vocab_size
         self._tied = hf.tied
+        # Families that are always tied have no mapping for the head, and yet the last pipeline stage holds a copy.
+        self._always_tied = self._tied and self._lookup(HEAD) is None
         self._embedding, self._head = self.targets(EMBEDDING)[0], self.targets(HEAD)[0]
 
     @property
@@ -120,7 +128,7 @@ class HfMapping:
             raise ValueError(
                 f"{name} is unknown to the model's mapping: Megatron-Bridge exported what it cannot import"
             )
-        parameter: str = mapping.megatron_param
+        parameter = canonical_name(mapping.megatron_param)
         dtype = torch.float32 if parameter.endswith(_FLOAT32) else torch.bfloat16
         return LogicalMatrix(parameter.rpartition(".")[0], name, self._without_padding(name, tensor).to(dtype))
 
@@ -152,7 +160,9 @@ class HfMapping:
         return [name for name in names if not (self._tied and name == self._head)]
 
     def _parts(self, parameter: str) -> list[tuple[str, Callable[[torch.Tensor], torch.Tensor]]]:
-        mapping = self._registry.megatron_to_hf_lookup(parameter)
+        if parameter == HEAD and self._always_tied:
+            return [(_TIED_HEAD, lambda t_N: t_N)]
+        mapping = self._lookup(parameter)
         if mapping is None:
             return self._half(parameter)
         kind, hf_param = type(mapping).__name__, mapping.hf_param
@@ -167,10 +177,15 @@ class HfMapping:
             "live model with export_vllm_checkpoint"
         )
 
+    def _lookup(self, parameter: str) -> Any:
+        name = canonical_name(parameter)
+        found = self._registry.megatron_to_hf_lookup(name)
+        return found if found is not None else self._registry.megatron_to_hf_lookup(grouped_name(name))
+
     def _half(self, parameter: str) -> list[tuple[str, Callable[[torch.Tensor], torch.Tensor]]]:
         # With singleton_local_shards Megatron saves the halves of a gated fc1 as two tensors, "..._w" and "..._v".
         base, _, half = parameter.rpartition("_")
-        mapping = self._registry.megatron_to_hf_lookup(base) if half in ("w", "v") else None
+        mapping = self._lookup(base) if half in ("w", "v") else None
         if mapping is None or type(mapping).__name__ != "GatedMLPMapping":
             raise ValueError(
                 f"{parameter} has no counterpart in the Hugging Face model: pass the --hf-config of the model that was "

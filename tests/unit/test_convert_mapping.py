@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Glm4Config,
+    Glm4MoeConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from jetrl_megatron import JETRL_FP8, Fp8BlockRecipe, quantize_weight
 from jetrl_megatron.convert.hf_model import HfModel, open_hf_model
@@ -157,6 +166,35 @@ def test_split_refuses_stored_fp8() -> None:
         ValueError, match=r"linear_fc1\.weight is stored as torch\.float8_e4m3fn: its values are unknown"
     ):
         split(llama(), f"{FC1}.weight", torch.zeros(1024, 256).to(torch.float8_e4m3fn))
+
+
+def test_unknown_family_is_refused_by_name() -> None:
+    hf = opened(Glm4Config(num_hidden_layers=1), "Glm4ForCausalLM")
+    with pytest.raises(
+        ValueError, match=r"'glm4' is no family .*llama, mistral, .*v3.*save_hf_pretrained"
+    ):
+        HfMapping(hf)
+
+
+@pytest.mark.parametrize("stored", ["experts.linear_fc1.weight3", "experts.local_experts.3.linear_fc1.weight"])
+def test_experts_have_one_name_in_every_class(stored: str) -> None:
+    families = {"mixtral": MixtralConfig(num_local_experts=4), "glm4_moe": Glm4MoeConfig(n_routed_experts=4)}
+    mixtral = HfMapping(opened(families["mixtral"], "MixtralForCausalLM"))
+    glm = HfMapping(opened(families["glm4_moe"], "Glm4MoeForCausalLM"))
+    names = [f"model.layers.2.block_sparse_moe.experts.3.{part}.weight" for part in ("w1", "w3")]
+    assert mixtral.targets(f"decoder.layers.2.mlp.{stored}") == tuple(names)
+    names = [f"model.layers.2.mlp.experts.3.{part}_proj.weight" for part in ("gate", "up")]
+    assert glm.targets(f"decoder.layers.2.mlp.{stored}") == tuple(names)
+    module = "decoder.layers.2.mlp.experts.local_experts.3.linear_fc1"
+    assert glm.from_hf(names[0], torch.zeros(2, 2)).module == module
+
+
+def test_router_bias_keeps_float32_exact() -> None:
+    glm = HfMapping(opened(Glm4MoeConfig(n_routed_experts=4), "Glm4MoeForCausalLM"))
+    bias = torch.tensor([1 + 2**-20, -3.0, 0.1, 7.0])
+    (matrix,) = glm.split("decoder.layers.2.mlp.router.expert_bias", bias)
+    assert matrix.name == "model.layers.2.mlp.gate.e_score_correction_bias"
+    assert matrix.tensor.dtype == torch.float32 and torch.equal(matrix.tensor, bias)
 
 
 def test_split_refuses_another_models_parameters() -> None:

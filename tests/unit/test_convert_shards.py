@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import warnings
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from torch.distributed.checkpoint import FileSystemWriter, save
 
 from jetrl_megatron import JETRL_FP8, Fp8BlockRecipe
 from jetrl_megatron.convert.recipe_file import choose_recipe, load_recipe, save_recipe
-from jetrl_megatron.convert.shards import ShardedCheckpoint
+from jetrl_megatron.convert.shards import ShardedCheckpoint, checkpoint_folder
 
 
 def save_torch_dist(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
@@ -40,9 +41,9 @@ def test_checkpoint_unstacks_layers_exact(tmp_path: Path, tensors: dict[str, tor
         for name in ("mlp.linear_fc2.weight", "input_layernorm.weight"):
             assert torch.equal(read[f"decoder.layers.{layer}.{name}"], tensors[f"decoder.layers.{name}"][layer])
     assert torch.equal(read["mtp.layers.0.eh_proj.weight"], tensors["mtp.layers.0.eh_proj.weight"])
-    first, *_, last = checkpoint.parameters
+    first, *_, last, mtp = checkpoint.parameters
     assert (first.name, last.name) == ("decoder.final_layernorm.weight", "decoder.layers.11.mlp.linear_fc2.weight")
-    assert (last.shape, last.dtype, last.layer) == ((2, 3), torch.bfloat16, 11)
+    assert (last.shape, last.dtype, last.index) == ((2, 3), torch.bfloat16, (11,))
 
 
 def test_checkpoint_reads_unstacked_layers(tmp_path: Path) -> None:
@@ -103,11 +104,14 @@ def test_read_names_the_damaged_file(tmp_path: Path, tensors: dict[str, torch.Te
 def test_checkpoint_says_what_a_foreign_folder_is(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is no folder"):
         ShardedCheckpoint(tmp_path / "nothing")
-    with pytest.raises(ValueError, match=r"no \.metadata: pass the folder that dist_checkpointing\.save wrote"):
+    with pytest.raises(ValueError, match=r"no \.metadata and no mp_rank_\* folder: pass the folder that"):
         ShardedCheckpoint(tmp_path)
     (tmp_path / "iter_0000001/mp_rank_00").mkdir(parents=True)
     with pytest.raises(ValueError, match="legacy format"):
+        checkpoint_folder(tmp_path)
+    with pytest.raises(ValueError, match=r"mp_rank_00/model_optim_rng\.pt is missing"):
         ShardedCheckpoint(tmp_path)
+    shutil.rmtree(tmp_path / "iter_0000001")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="looks like a Hugging Face model"):
         ShardedCheckpoint(tmp_path)

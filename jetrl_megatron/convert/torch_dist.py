@@ -1,0 +1,169 @@
+"""Megatron's torch_dist format: a `.metadata` index and the `.distcp` files of the ranks.
+
+The index names every global tensor and says which box of it lies where, so that no process group, no GPU and no
+Megatron is needed to read it. Layers are stacked by default, and so are experts
+(`decoder.layers.mlp.experts.experts.linear_fc2.weight` [layers, experts, out, in]).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import pickle
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from jetrl_megatron.convert.parameters import Parameter, by_layer, canonical_name
+
+INDEX = ".metadata"
+"""Name of the index; a folder that holds one is a checkpoint in this format."""
+
+_NOT_THE_MODEL = re.compile(r"^(optimizer|chained_\d+|opt_param_scheduler|rng_state|rerun_state_machine_state)(\.|$)")
+_STACKED_LAYERS = re.compile(r"^(.*\blayers)\.(?!\d+\.)(.+)$")
+_STACKED_EXPERTS = re.compile(r"^(.*\.experts)\.experts\.(?!\d+\.)(.+)$")
+
+
+class TorchDistStore:
+    """A folder in the torch_dist format.
+
+    Args:
+        folder: the folder that holds `.metadata`.
+
+    Attributes:
+        parameters: the model's parameters, layer after layer; optimizer state and extra state are left out.
+
+    Raises:
+        ValueError: the index is none, or a file that a parameter lies in is missing or too short.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._reader = FileSystemReader(folder)
+        self._metadata = _read_index(self._reader, folder)
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self._tensors: dict[str, TensorStorageMetadata] = {
+            key: entry
+            for key, entry in self._metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata) and not _NOT_THE_MODEL.match(key)
+        }
+        if not self._tensors:
+            raise ValueError(f"{folder} holds no model tensor: pass a checkpoint that was saved with the model")
+        self._check_files()
+        self._chunks = {key: _by_index(entry, _template(key)[1]) for key, entry in self._tensors.items()}
+        self.parameters = sorted(self._unstacked(), key=by_layer)
+
+    def read(self, parameter: Parameter) -> torch.Tensor:
+        """The whole parameter, whatever ranks saved it.
+
+        Raises:
+            ValueError: a file cannot be read; the message names it.
+        """
+        entry, stacked = self._tensors[parameter.key], len(parameter.index)
+        chunks = self._chunks[parameter.key]
+        if chunks is not None:
+            # A tensor may have a chunk for each of thousands of experts: only this one's are searched.
+            entry = dataclasses.replace(entry, chunks=chunks[parameter.index])
+        offsets = [*parameter.index, *(0 for _ in parameter.shape)]
+        sizes = [*(1 for _ in parameter.index), *parameter.shape]
+        box = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+        items = create_read_items_for_chunk_list(parameter.key, entry, [box])
+        out = torch.empty(sizes, dtype=entry.properties.dtype)
+        try:
+            self._reader.read_data(LoadPlan(items), _Destination(out)).wait()
+        except (OSError, RuntimeError, EOFError, ValueError, AssertionError, pickle.UnpicklingError) as error:
+            files = sorted({self._metadata.storage_data[item.storage_index].relative_path for item in items})
+            where = ", ".join(str(self._folder / name) for name in files)
+            raise ValueError(
+                f"{parameter.name} cannot be read from {where}: {error}. The file is damaged: restore it from a copy, "
+                "or convert another iteration"
+            ) from error
+        return out[(0,) * stacked]
+
+    def _unstacked(self) -> Iterator[Parameter]:
+        for key, entry in self._tensors.items():
+            template, stacked = _template(key)
+            for index in itertools.product(*map(range, entry.size[:stacked])):
+                name = canonical_name(template.format(*index))
+                yield Parameter(name, key, index, tuple(entry.size[stacked:]), entry.properties.dtype)
+
+    def _check_files(self) -> None:
+        needed: dict[str, int] = {}
+        for key, entry in self._tensors.items():
+            if sum(math.prod(chunk.sizes) for chunk in entry.chunks) < math.prod(entry.size):
+                raise ValueError(
+                    f"{self._folder / INDEX}: the shards of {key} do not cover its {list(entry.size)} elements: the "
+                    "checkpoint was saved incompletely; convert another iteration"
+                )
+            for chunk in entry.chunks:
+                info = self._metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+                end = info.offset + info.length
+                needed[info.relative_path] = max(needed.get(info.relative_path, 0), end)
+        for name, length in sorted(needed.items()):
+            path = self._folder / name
+            if not path.is_file():
+                raise ValueError(f"{path} is missing: it holds parameters of the model; copy the whole folder")
+            if path.stat().st_size < length:
+                raise ValueError(
+                    f"{path} has {path.stat().st_size} bytes, the index wants {length}: it was cut off, copy it again"
+                )
+
+
+def _template(key: str) -> tuple[str, int]:
+    """The name of a stacked tensor's parameters with {} for each stacking axis, and the number of those axes."""
+    stacked = 0
+    for pattern, numbered in ((_STACKED_LAYERS, "{}.{{}}.{}"), (_STACKED_EXPERTS, "{}.experts.{{}}.{}")):
+        match = pattern.match(key)
+        if match:
+            key, stacked = numbered.format(match[1], match[2]), stacked + 1
+    return key, stacked
+
+
+def _by_index(entry: TensorStorageMetadata, stacked: int) -> dict[tuple[int, ...], list[ChunkStorageMetadata]] | None:
+    """The chunks of each stacked parameter; None where a chunk spans several."""
+    if any(size != 1 for chunk in entry.chunks for size in chunk.sizes[:stacked]):
+        return None
+    chunks = defaultdict(list)
+    for chunk in entry.chunks:
+        chunks[tuple(chunk.offsets[:stacked])].append(chunk)
+    return chunks
+
+
+def _read_index(reader: FileSystemReader, folder: Path) -> Metadata:
+    try:
+        metadata = reader.read_metadata()
+        storage = metadata.storage_data
+    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError) as error:
+        raise ValueError(f"{folder / INDEX} is no index of torch.distributed.checkpoint: {error}") from error
+    if not storage:
+        raise ValueError(f"{folder / INDEX} names no file: the checkpoint was saved incompletely")
+    return metadata
+
+
+class _Destination(DefaultLoadPlanner):
+    """Tells the reader where in `out` each stored box goes."""
+
+    def __init__(self, out: torch.Tensor) -> None:
+        super().__init__()
+        self._out = out
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return _narrow(self._out, read_item.dest_offsets, read_item.lengths)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing to do: `tensor` is a view of `out`."""
+
+
+def _narrow(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    for axis, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(axis, offset, length)
+    return tensor
