@@ -44,7 +44,7 @@ def read_index(folder: Path) -> dict[str, Any] | None:
     index = _read_object(file, "an index")
     names = index.get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise ValueError(f'{file} has no object "weight_map" that names a file for each tensor: export again')
+        raise ValueError(f'{file} has no "weight_map" that names a file for each tensor: export the folder again')
     return index
 
 
