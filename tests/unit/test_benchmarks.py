@@ -49,3 +49,14 @@ def test_bench_decode_linear_dry_run_adds_up_the_linears(tmp_path):
     whole = [row["value"] for row in rows if row["shape"] == "all four linears"]
     parts = [row["value"] for row in rows if row["shape"] != "all four linears"]
     assert len(parts) == 4 and whole == [pytest.approx(sum(parts))]
+
+
+def test_bench_convert_dry_run_converts_and_checks(tmp_path):
+    out = tmp_path / "rows.json"
+    done = bench("convert", "--dry-run", "--workers", "2", "--folder", str(tmp_path), "--out", str(out))
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads(out.read_text())
+    assert all(list(row) == FIELDS for row in rows)
+    metrics = ["wall time", "BF16 input", "BF16 input per core", "peak memory above the interpreter"]
+    assert [row["metric"] for row in rows] == [f"jetrl/{metric}" for metric in metrics]
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
