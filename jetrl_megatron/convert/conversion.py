@@ -219,7 +219,7 @@ class Conversion:
         return work.open(job, self.layout)
 
     def _description(self) -> dict[str, str]:
-        source = source_fingerprint(self.stream.source.folder)
+        source = source_fingerprint(self.stream.source.folder, without=(self.out, self.work.folder))
         return job_description(source, self.job.recipe.fingerprint, self.layout, self.job.config)
 
     def _write(self, work: WorkFolder, done: set[str], ranks: Ranks) -> None:
