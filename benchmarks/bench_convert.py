@@ -63,6 +63,9 @@ def main() -> None:
         write_config(folder / "hf", model)
         for workers in map(int, options.workers.split(",")):
             _measure(run, model, folder, parameters, workers)
+    for row in run.rows:
+        # Where the files lay and what else was written says nothing about the figures.
+        row["command"] = f"python -m benchmarks.bench_convert --workers {options.workers}"
     run.write()
 
 

@@ -17,7 +17,7 @@ from jetrl_megatron.convert.files import FileLayout, TensorFiles, lay_out
 from jetrl_megatron.convert.fp8_weights import is_decoder_linear
 from jetrl_megatron.convert.hf_model import HfModel, open_hf_model
 from jetrl_megatron.convert.mapping import HfMapping
-from jetrl_megatron.convert.plan import ExportPlan, plan_export
+from jetrl_megatron.convert.plan import ExportPlan, count_of, plan_export
 from jetrl_megatron.convert.ranks import ALONE, Ranks
 from jetrl_megatron.convert.recipe_file import choose_recipe
 from jetrl_megatron.convert.resume import Committer, WorkFolder, job_description, source_fingerprint
@@ -178,14 +178,14 @@ class Conversion:
     def to_text(self) -> str:
         """The plan as a table: tensors that differ in their numbers alone share a line."""
         recipe, plan = self.job.recipe, self.job.plan
-        files = f"{len(self.layout.files)} file{'s' if len(self.layout.files) > 1 else ''}"
+        files = count_of(len(self.layout.files), "file")
         source = sum(task.nbytes for task in self.tasks)
         served = servable_tps(self.job.hf.config, recipe)
         lines = [
             f"{self.stream.source.folder} -> {self.out}: {recipe.scale_format} scales, recipe {recipe.fingerprint}",
             plan.to_text(),
             f"{len(plan.tensors)} tensors, {source / 1e9:.3f} GB -> {plan.nbytes / 1e9:.3f} GB in {files}",
-            f"rollout TP that vLLM can serve: {', '.join(map(str, served)) or 'none, see --rollout-tp 1'}",
+            f"rollout TP that vLLM can serve: {', '.join(map(str, served)) or 'none known; --rollout-tp 1 says why'}",
         ]
         lines += [f"stays BF16: {name}" for name in plan.ignored]
         return "\n".join(lines + [f"copied: {path}" for path in self.job.files])
@@ -219,7 +219,7 @@ class Conversion:
         return work.open(job, self.layout)
 
     def _description(self) -> dict[str, str]:
-        source = source_fingerprint(self.stream.source.folder)
+        source = source_fingerprint(self.stream.source.folder, without=(self.out, self.work.folder))
         return job_description(source, self.job.recipe.fingerprint, self.layout, self.job.config)
 
     def _write(self, work: WorkFolder, done: set[str], ranks: Ranks) -> None:

@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from jetrl_megatron.convert.files import INDEX, SINGLE
 from jetrl_megatron.convert.fp8_weights import SCALE, WEIGHT, scale_name
-from jetrl_megatron.convert.plan import text_table
+from jetrl_megatron.convert.plan import count_of, text_table
 from jetrl_megatron.convert.stored import StoredTensor, headers_of, read_config, read_index
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.tensor import ceil_div
@@ -28,6 +28,8 @@ CODES = "F8_E4M3"
 """safetensors' name of the dtype of block FP8 codes."""
 _FP8, _SCALES, _BF16 = (CODES, "F8_E5M2"), "F32", "BF16"
 _LINEAR = "_proj.weight"
+# The one linear of an MTP layer that engines and DeepSeek's own checkpoints keep in BF16, whatever the list says.
+_NEVER_FP8 = ".eh_proj.weight"
 # In the order in which they are looked for: block FP8, other static quantisers.
 _SCALE_SUFFIXES = (SCALE, ".weight_scale", ".scale", ".scale_inv")
 _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
@@ -113,11 +115,13 @@ class Inspection:
         head = f"{self.path}: quantisation {method}{f', tiles of {_shape(block)}' if block else ''}, " + (
             f"recipe {self.fingerprint}" if self.fingerprint else "no recipe of ours"
         )
-        tail = f"{len(self.tensors)} tensors, {fp8} in FP8, in {len(set(self.files.values()))} files"
+        tail = f"{len(self.tensors)} tensors, {fp8} in FP8, in {count_of(len(set(self.files.values())), 'file')}"
         if not self.faults:
             return "\n".join([head, text_table(rows, numbers=(1, 5, 6)), f"{tail}; nothing contradicts itself"])
         faults = [f"  {fault}" for fault in self.faults]
-        return "\n".join([head, text_table(rows, numbers=(1, 5, 6)), f"{tail}; {len(faults)} faults:", *faults])
+        return "\n".join(
+            [head, text_table(rows, numbers=(1, 5, 6)), f"{tail}; {count_of(len(faults), 'fault')}:", *faults]
+        )
 
 
 def inspect_folder(path: Path) -> Inspection:
@@ -332,7 +336,8 @@ def _rollout_fault(
     module = name.removesuffix(WEIGHT)
     if tensor.dtype == CODES:
         return _fault_of_codes(name, tensor, tensors, module in ignored, block)
-    if name.endswith(_LINEAR) and tensor.dtype == _BF16 and len(tensor.shape) == 2 and module not in ignored:
+    linear = name.endswith(_LINEAR) and not name.endswith(_NEVER_FP8) and len(tensor.shape) == 2
+    if linear and tensor.dtype == _BF16 and module not in ignored:
         return "is BF16, and no entry of ignored_layers says so: an engine would cast it to FP8 without a scale"
     if name.endswith(SCALE):
         weight = name.removesuffix(SCALE) + WEIGHT

@@ -184,6 +184,11 @@ def text_table(rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> 
     return "\n".join(lines)
 
 
+def count_of(number: int, what: str) -> str:
+    """ "1 file", "2 files"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 

@@ -35,12 +35,18 @@ _LOG = logging.getLogger(__name__)
 _JOB, _DONE, _LOCK = "job.json", "done-", "lock"
 
 
-def source_fingerprint(folder: Path) -> str:
-    """Hash of names, sizes and times of change of all files below a folder, 16 hexadecimal digits."""
+def source_fingerprint(folder: Path, without: Iterable[Path] = ()) -> str:
+    """Hash of names, sizes and times of change of all files below a folder, 16 hexadecimal digits.
+
+    Args:
+        without: folders that do not count: an export may lie inside its source.
+    """
+    ours = [path.resolve() for path in without]
     lines = []
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        status = path.stat()
-        lines.append(f"{path.relative_to(folder)} {status.st_size} {status.st_mtime_ns}")
+        if not any(path.resolve().is_relative_to(other) for other in ours):
+            status = path.stat()
+            lines.append(f"{path.relative_to(folder)} {status.st_size} {status.st_mtime_ns}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

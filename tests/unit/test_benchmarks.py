@@ -59,3 +59,14 @@ def test_bench_training_dry_run_trains_the_same_model_in_two_forms(tmp_path):
     assert set(losses) == {(f"{form}/loss", step) for form in ("bf16_megatron", "jetrl") for step in (1, 2)}
     # Random tokens of a vocabulary of 256: ln 256 nats, whatever the precision.
     assert all(abs(loss - 5.545) < 0.5 for loss in losses.values())
+
+
+def test_bench_convert_dry_run_converts_and_checks(tmp_path):
+    out = tmp_path / "rows.json"
+    done = bench("convert", "--dry-run", "--workers", "2", "--folder", str(tmp_path), "--out", str(out))
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads(out.read_text())
+    assert all(list(row) == FIELDS for row in rows)
+    metrics = ["wall time", "BF16 input", "BF16 input per core", "peak memory above the interpreter"]
+    assert [row["metric"] for row in rows] == [f"jetrl/{metric}" for metric in metrics]
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]

@@ -319,3 +319,11 @@ def test_command_says_how_to_go_on_after_an_interrupt(
     monkeypatch.setattr(WorkFolder, "publish", stop)
     assert main(["convert", str(source), str(tmp_path / "out"), "--hf-config", str(hf)]) == 130
     assert f"the same command goes on, or remove {tmp_path / '.out.partial'}" in capsys.readouterr().out
+
+
+def test_export_may_lie_inside_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, hf = make_source(tmp_path)
+    interrupt(source, hf, source / "hf", monkeypatch)
+    convert_checkpoint(source, source / "hf", hf_config=hf, **SHARDS)
+    convert_checkpoint(source, source / "hf", hf_config=hf, force=True, **SHARDS)
+    assert {path.name for path in source.iterdir()} == {".metadata", "__0_0.distcp", "__1_0.distcp", "hf"}

@@ -49,6 +49,9 @@ def _write(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any
 def test_check_rollout_folder_sound_folder_passes(tmp_path: Path) -> None:
     folder = check_rollout_folder(_write(tmp_path, _tensors()))
     assert folder.recipe == JETRL_FP8 and folder.fp8_weights == 2
+    # The linear of an MTP layer that engines never quantise.
+    mtp = {"model.layers.1.eh_proj.weight": torch.ones(256, 512).bfloat16()}
+    assert check_rollout_folder(_write(tmp_path, _tensors() | mtp)).fp8_weights == 2
     foreign = {key: value for key, value in _config().items() if key != "jetrl"}
     assert check_rollout_folder(_write(tmp_path, _tensors(), foreign)).recipe is None
 
