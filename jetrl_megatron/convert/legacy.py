@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from jetrl_megatron.convert.legacy_file import RankFile, open_rank_file
+from jetrl_megatron.convert.legacy_file import RankFile, open_rank_file, release
 from jetrl_megatron.convert.parameters import Parameter, by_layer, canonical_name, joined
 
 RANK_FOLDERS = "mp_rank_*"
@@ -76,12 +76,15 @@ class LegacyStore:
         self.parameters = sorted(self._described(), key=by_layer)
 
     def read(self, parameter: Parameter) -> torch.Tensor:
-        """The whole parameter.
+        """The whole parameter, in memory of its own.
 
         Raises:
             ValueError: ranks that hold the same disagree.
         """
         first, *others = (_assembled(parameter.name, stored) for stored in self._stored[parameter.name])
+        for stored in self._stored[parameter.name]:
+            for _, shard in stored.shards:
+                release(shard)
         for other in others:
             if not torch.equal(first, other):
                 files = joined([str(stored.shards[0][0]) for stored in self._stored[parameter.name]])
@@ -298,4 +301,4 @@ def _assembled(name: str, stored: _Stored) -> torch.Tensor:
                 f"{name} differs between {stored.shards[0][0]} and {path}, and tensor-parallel ranks should hold the "
                 "same: they drifted apart in training; convert an earlier iteration"
             )
-    return shards[0]
+    return shards[0].clone()

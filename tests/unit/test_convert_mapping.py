@@ -170,9 +170,7 @@ def test_split_refuses_stored_fp8() -> None:
 
 def test_unknown_family_is_refused_by_name() -> None:
     hf = opened(Glm4Config(num_hidden_layers=1), "Glm4ForCausalLM")
-    with pytest.raises(
-        ValueError, match=r"'glm4' is no family .*llama, mistral, .*v3.*save_hf_pretrained"
-    ):
+    with pytest.raises(ValueError, match=r"'glm4' is no family .*llama, mistral, .*v3.*save_hf_pretrained"):
         HfMapping(hf)
 
 
