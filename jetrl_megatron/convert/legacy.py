@@ -112,20 +112,12 @@ class _Ranks:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files = self._opened()
-        first = next(iter(self._files.values()))
-        self._args = first.args
-        self._sizes = [1 + max(place[axis] for place in self._files) for axis in range(3)]
-        self._sizes = [
-            self._asked(size, name)
-            for size, name in zip(
-                self._sizes,
-                ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
-                strict=True,
-            )
-        ]
-        self._tensor, self._pipeline, self._expert = self._sizes
-        whole = self._expert == 1 or "expert_tensor_parallel_size" not in self._args
-        self._expert_tensor = self._tensor if whole else int(self._args["expert_tensor_parallel_size"] or self._tensor)
+        self._args = next(iter(self._files.values())).args
+        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+        self._tensor, self._pipeline, self._expert = (
+            self._asked(1 + max(place[axis] for place in self._files), name) for axis, name in enumerate(names)
+        )
+        self._expert_tensor = int(self._args.get("expert_tensor_parallel_size") or self._tensor)
         self._require_complete()
 
     def chunks(self) -> Iterator[tuple[int, int, int]]:
