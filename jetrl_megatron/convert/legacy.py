@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from jetrl_megatron.convert.legacy_file import RankFile, open_rank_file
+from jetrl_megatron.convert.legacy_file import RankFile, open_rank_file, release
 from jetrl_megatron.convert.parameters import Parameter, by_layer, canonical_name, joined
 
 RANK_FOLDERS = "mp_rank_*"
@@ -76,12 +76,15 @@ class LegacyStore:
         self.parameters = sorted(self._described(), key=by_layer)
 
     def read(self, parameter: Parameter) -> torch.Tensor:
-        """The whole parameter.
+        """The whole parameter, in memory of its own.
 
         Raises:
             ValueError: ranks that hold the same disagree.
         """
         first, *others = (_assembled(parameter.name, stored) for stored in self._stored[parameter.name])
+        for stored in self._stored[parameter.name]:
+            for _, shard in stored.shards:
+                release(shard)
         for other in others:
             if not torch.equal(first, other):
                 files = joined([str(stored.shards[0][0]) for stored in self._stored[parameter.name]])
@@ -109,20 +112,12 @@ class _Ranks:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files = self._opened()
-        first = next(iter(self._files.values()))
-        self._args = first.args
-        self._sizes = [1 + max(place[axis] for place in self._files) for axis in range(3)]
-        self._sizes = [
-            self._asked(size, name)
-            for size, name in zip(
-                self._sizes,
-                ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
-                strict=True,
-            )
-        ]
-        self._tensor, self._pipeline, self._expert = self._sizes
-        whole = self._expert == 1 or "expert_tensor_parallel_size" not in self._args
-        self._expert_tensor = self._tensor if whole else int(self._args["expert_tensor_parallel_size"] or self._tensor)
+        self._args = next(iter(self._files.values())).args
+        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+        self._tensor, self._pipeline, self._expert = (
+            self._asked(1 + max(place[axis] for place in self._files), name) for axis, name in enumerate(names)
+        )
+        self._expert_tensor = int(self._args.get("expert_tensor_parallel_size") or self._tensor)
         self._require_complete()
 
     def chunks(self) -> Iterator[tuple[int, int, int]]:
@@ -298,4 +293,4 @@ def _assembled(name: str, stored: _Stored) -> torch.Tensor:
                 f"{name} differs between {stored.shards[0][0]} and {path}, and tensor-parallel ranks should hold the "
                 "same: they drifted apart in training; convert an earlier iteration"
             )
-    return shards[0]
+    return shards[0].clone()

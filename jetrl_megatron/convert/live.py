@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from jetrl_megatron.convert.fp8_weights import is_decoder_linear
+from jetrl_megatron.convert.parameters import canonical_name
 from jetrl_megatron.recipe import Fp8BlockRecipe
 
 _LOCAL_LAYER = re.compile(r"^(decoder\.layers\.\d+)(\..+)$")
@@ -99,14 +100,15 @@ def check_model_recipe(
 
 def _linears_of(model: Any) -> Iterator[LinearState]:
     for name, module in model.named_modules():
-        local = _LOCAL_LAYER.match(name)
         weight = getattr(module, "weight", None)
-        if not local or not is_decoder_linear(name) or not isinstance(weight, torch.Tensor):
+        if not is_decoder_linear(name) or not isinstance(weight, torch.Tensor):
             continue
-        layer = model.get_submodule(local[1]).layer_number - 1
+        local = _LOCAL_LAYER.match(name)
+        if local:
+            name = f"decoder.layers.{model.get_submodule(local[1]).layer_number - 1}{local[2]}"
         recipe = getattr(module, "recipe", None)
         recipe = recipe if isinstance(recipe, Fp8BlockRecipe) else None
-        name = _with_global_expert(model, f"decoder.layers.{layer}{local[2]}")
+        name = _with_global_expert(model, canonical_name(name))
         yield LinearState(name, recipe is not None and bool(module.quantized), recipe)
 
 

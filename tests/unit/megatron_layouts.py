@@ -297,7 +297,7 @@ def save_torch_dist(
             mine = min(_chunk_of(name, chunks)) % layout.pp == pipeline
             if is_expert:
                 mine &= int(is_expert[1]) // (experts // layout.ep) == expert
-                mine &= (tensor, expert_tensor) == _first_holder(layout, pipeline, expert, expert_tensor)
+                mine &= tensor == _first_holder(layout, pipeline, expert, expert_tensor)
             else:
                 mine &= expert == min(place[2] for place in layout.places() if place[:2] == (tensor, pipeline))
             parts, rank = (layout.expert_tp, expert_tensor) if is_expert else (layout.tp, tensor)
@@ -310,9 +310,9 @@ def save_torch_dist(
     return folder
 
 
-def _first_holder(layout: Layout, pipeline: int, expert: int, expert_tensor: int) -> tuple[int, int]:
-    holders = [place for place in layout.places() if place[1:] == (pipeline, expert, expert_tensor)]
-    return holders[0][0], expert_tensor
+def _first_holder(layout: Layout, pipeline: int, expert: int, expert_tensor: int) -> int:
+    """The tensor-parallel rank that writes an expert's part: one of those that hold it."""
+    return min(place[0] for place in layout.places() if place[1:] == (pipeline, expert, expert_tensor))
 
 
 def _shard(name: str, whole: torch.Tensor, piece: tuple[int, int, torch.Tensor], counts: tuple[int, int]) -> _Shard:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -171,4 +173,46 @@ def test_every_layout_equals_direct_quantisation_exact(
     else:
         save_legacy(tmp_path / "ck/iter_0000007", parameters, model.config, layout)
     out = convert_checkpoint(tmp_path / "ck", tmp_path / "out", hf_config=model.folder)
+    assert_same_tensors(load_file(out / "model.safetensors"), model.expected)
+
+
+@st.composite
+def shapes_and_layouts(draw: st.DrawFn) -> tuple[PretrainedConfig, Layout]:
+    """A model with experts of any widths and heads, and a layout that can cut it."""
+    layout = draw(
+        st.builds(
+            Layout,
+            tp=st.sampled_from([1, 2, 4]),
+            pp=st.sampled_from([1, 2]),
+            vpp=st.sampled_from([1, 2]),
+            ep=st.sampled_from([1, 2]),
+            fused=st.booleans(),
+        )
+    )
+    groups = draw(st.integers(1, 3)) * layout.tp
+    # transformers drops an expert's axes of size 1.
+    config = Qwen3MoeConfig(
+        **{**SIZES, "vocab_size": draw(st.integers(3, 130)), "hidden_size": draw(st.integers(2, 150))},
+        num_experts=draw(st.integers(2, 3)) * layout.ep,
+        num_experts_per_tok=1,
+        moe_intermediate_size=draw(st.integers(2, 150)) * layout.tp,
+        tie_word_embeddings=draw(st.booleans()),
+    )
+    config.num_hidden_layers = draw(st.integers(1, 2)) * layout.pp * layout.vpp
+    config.num_key_value_heads, config.num_attention_heads = groups, groups * draw(st.integers(1, 3))
+    config.head_dim = draw(st.integers(1, 20)) * 2
+    return config, layout
+
+
+@settings(max_examples=25)
+@given(model_and_layout=shapes_and_layouts(), legacy=st.booleans())
+def test_any_shape_and_layout_equals_direct_quantisation_exact(
+    tmp_path_factory: pytest.TempPathFactory, model_and_layout: tuple[PretrainedConfig, Layout], legacy: bool
+) -> None:
+    config, layout = model_and_layout
+    root = tmp_path_factory.mktemp("property")
+    model = Model(config, root / "hf")
+    parameters = megatron_parameters(model.tensors, config, fused=layout.fused)
+    (save_legacy if legacy else save_torch_dist)(root / "ck", parameters, config, layout)
+    out = convert_checkpoint(root / "ck", root / "out", hf_config=root / "hf")
     assert_same_tensors(load_file(out / "model.safetensors"), model.expected)

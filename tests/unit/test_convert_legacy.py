@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 from collections.abc import Callable
@@ -80,6 +81,20 @@ def test_optimizer_files_are_not_read(tmp_path: Path) -> None:
     folder = save(tmp_path / "ck", Layout(tp=2))
     (folder / "mp_rank_00/distrib_optim.pt").write_text("no pickle")
     assert_reads(folder, parameters())
+
+
+def test_what_was_read_does_not_stay_in_memory(tmp_path: Path) -> None:
+    rows, size = 4096, 64 * 2**20
+    whole = {f"decoder.layers.{i}.mlp.linear_fc2.weight": torch.full((rows, 8192), i).bfloat16() for i in range(LAYERS)}
+    folder = save_legacy(tmp_path / "ck", whole, CONFIG, Layout(tp=2))
+    checkpoint = ShardedCheckpoint(folder)
+    resident = []
+    for parameter in checkpoint.parameters:
+        assert torch.equal(checkpoint.read(parameter), whole[parameter.name])
+        fields = Path("/proc/self/statm").read_text().split()
+        resident.append(int(fields[1]) * mmap.PAGESIZE)
+    assert checkpoint.parameters[0].shape == (rows, 8192)
+    assert max(resident) - resident[0] < size / 2
 
 
 @pytest.mark.parametrize("missing", ["mp_rank_01_001_000", "mp_rank_00_000_001", "mp_rank_01_001_001"])
