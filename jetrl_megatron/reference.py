@@ -158,3 +158,48 @@ def swiglu_backward(dh_MF: torch.Tensor, y_M2F: torch.Tensor) -> torch.Tensor:
     dgate = dh * up * (sigmoid * (1 + gate * (1 - sigmoid)))
     dup = dh * (gate * sigmoid).to(torch.bfloat16).float()
     return torch.cat([dgate, dup], dim=1).to(torch.bfloat16)
+
+
+def rope(
+    x_THD: torch.Tensor, positions_T: torch.Tensor, cos_sin_RD: torch.Tensor, *, inverse: bool = False
+) -> torch.Tensor:
+    """The halves of each head rotated by the cosines and sines of its position: BF16 [T, H, D], rounded once.
+
+    Args:
+        positions_T: integer [T], rows of the cache.
+        cos_sin_RD: BF16 [R, D], D / 2 cosines, then as many sines.
+        inverse: rotate back, which is the gradient.
+    """
+    cos, sin = cos_sin_RD[positions_T].float()[:, None].chunk(2, dim=-1)
+    sin = -sin if inverse else sin
+    first, second = x_THD.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(torch.bfloat16)
+
+
+def token_log_probs(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """log softmax(logits)[target], maxima of the rows, and sums of exp(logit - maximum): float32 [T] each.
+
+    The log-probs are those of torch's log_softmax, which a CPU rollout takes. Where a target is no column, NaN.
+    """
+    logits = logits_TV.float()
+    maximum_T = logits.amax(dim=1)
+    total_T = (logits - maximum_T[:, None]).exp().sum(dim=1)
+    inside_T = (targets_T >= 0) & (targets_T < logits.shape[1])
+    chosen_T = logits.log_softmax(-1).gather(1, targets_T.where(inside_T, 0)[:, None].long())[:, 0]
+    return chosen_T.where(inside_T, torch.nan), maximum_T, total_T
+
+
+def token_log_probs_backward(
+    gradient_T: torch.Tensor,
+    logits_TV: torch.Tensor,
+    targets_T: torch.Tensor,
+    maximum_T: torch.Tensor,
+    total_T: torch.Tensor,
+    *,
+    first_column: int = 0,
+) -> torch.Tensor:
+    """Gradient of the log-probs with respect to columns of the logits, from `first_column` of the vocabulary on."""
+    probability = (logits_TV.float() - maximum_T[:, None]).exp() / total_T[:, None]
+    columns = torch.arange(first_column, first_column + logits_TV.shape[1], device=logits_TV.device)
+    chosen = (columns == targets_T[:, None]).float()
+    return ((chosen - probability) * gradient_T[:, None]).to(logits_TV.dtype)

@@ -13,36 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
+from jetrl_megatron.reference import token_log_probs as token_log_probs_twin
+from jetrl_megatron.reference import token_log_probs_backward as token_log_probs_backward_twin
+
 __all__ = ["token_log_probs", "token_log_probs_backward", "token_log_probs_backward_twin", "token_log_probs_twin"]
 
 _BLOCK = 1024
 """Columns added at once: a part of the order of summation."""
-
-
-def token_log_probs_twin(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Plain torch; the order of summation is torch's own."""
-    logits = logits_TV.float()
-    maximum = logits.amax(dim=1)
-    total = (logits - maximum[:, None]).exp().sum(dim=1)
-    inside = (targets_T >= 0) & (targets_T < logits.shape[1])
-    chosen = logits.gather(1, targets_T.where(inside, 0)[:, None].long())[:, 0].where(inside, torch.nan)
-    return chosen - maximum - total.log(), maximum, total
-
-
-def token_log_probs_backward_twin(
-    gradient_T: torch.Tensor,
-    logits_TV: torch.Tensor,
-    targets_T: torch.Tensor,
-    maximum_T: torch.Tensor,
-    total_T: torch.Tensor,
-    *,
-    first_column: int = 0,
-) -> torch.Tensor:
-    """Plain torch."""
-    probability = (logits_TV.float() - maximum_T[:, None]).exp() / total_T[:, None]
-    columns = torch.arange(first_column, first_column + logits_TV.shape[1], device=logits_TV.device)
-    chosen = (columns == targets_T[:, None]).float()
-    return ((chosen - probability) * gradient_T[:, None]).to(logits_TV.dtype)
 
 
 @triton.jit

@@ -12,17 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from jetrl_megatron.reference import rope as rope_twin
+
 __all__ = ["rope", "rope_twin"]
-
-
-def rope_twin(
-    x_THD: torch.Tensor, positions_T: torch.Tensor, cos_sin_RD: torch.Tensor, *, inverse: bool = False
-) -> torch.Tensor:
-    """Plain torch."""
-    cos, sin = cos_sin_RD[positions_T].float()[:, None].chunk(2, dim=-1)
-    sin = -sin if inverse else sin
-    first, second = x_THD.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(torch.bfloat16)
 
 
 @triton.jit

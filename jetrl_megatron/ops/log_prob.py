@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from jetrl_megatron import reference
 from jetrl_megatron.ops.norm import kernel, runs_kernels
 
 _ALIGNMENT = 16
@@ -32,13 +33,7 @@ def _forward(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> tuple[torch.Te
     if runs_kernels(logits_TV.device):
         parts: tuple[torch.Tensor, ...] = kernel("log_prob").token_log_probs(aligned_rows(logits_TV), targets_T)
         return parts
-    logits = logits_TV.float()
-    maximum_T = logits.amax(dim=1)
-    total_T = (logits - maximum_T[:, None]).exp().sum(dim=1)
-    # torch's own log_softmax, so that a CPU rollout, which uses it, agrees to the bit.
-    inside_T = (targets_T >= 0) & (targets_T < logits.shape[1])
-    chosen_T = logits.log_softmax(-1).gather(1, targets_T.where(inside_T, 0)[:, None])[:, 0]
-    return chosen_T.where(inside_T, torch.nan), maximum_T, total_T
+    return reference.token_log_probs(logits_TV, targets_T)
 
 
 def _backward(
@@ -50,10 +45,7 @@ def _backward(
             gradient_T, logits, targets, maximum, total, first_column=first
         )
         return result
-    probability = (logits.float() - maximum[:, None]).exp() / total[:, None]
-    columns = torch.arange(first, first + logits.shape[1], device=logits.device)
-    chosen = (columns == targets[:, None]).float()
-    return ((chosen - probability) * gradient_T[:, None]).to(logits.dtype)
+    return reference.token_log_probs_backward(gradient_T, logits, targets, maximum, total, first_column=first)
 
 
 def _whole_rows(logits_TW: torch.Tensor, group: dist.ProcessGroup, vocabulary: int) -> torch.Tensor:

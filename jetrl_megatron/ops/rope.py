@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from jetrl_megatron import reference
 from jetrl_megatron.ops.norm import kernel, runs_kernels
 
 
@@ -29,10 +30,7 @@ def _rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, 
         x = x if x.stride(-1) == 1 else x.contiguous()
         rotated: torch.Tensor = kernel("rope").rope(x, positions, cos_sin, inverse=inverse)
         return rotated
-    cos, sin = cos_sin[positions].float()[:, None].chunk(2, dim=-1)
-    sin = -sin if inverse else sin
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(torch.bfloat16)
+    return reference.rope(x, positions, cos_sin, inverse=inverse)
 
 
 class _Rope(torch.autograd.Function):
