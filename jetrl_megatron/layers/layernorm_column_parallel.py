@@ -10,6 +10,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from jetrl_megatron.autograd import Norm
 from jetrl_megatron.layers.column_parallel import JetRLColumnParallelLinear
+from jetrl_megatron.ops.norm import rms_norm, runs_kernels
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -44,6 +45,10 @@ class JetRLLayerNormColumnParallelLinear(JetRLColumnParallelLinear):
 
     def _normalize(self, x: torch.Tensor) -> torch.Tensor:
         config: Any = self.config
+        plain = self.layer_norm_bias is None and not config.layernorm_zero_centered_gamma
+        if plain and runs_kernels(x.device):
+            # The kernel that is fused elsewhere, so that a layer in BF16, or an ablation, norms alike.
+            return rms_norm(x.to(torch.bfloat16), self.layer_norm_weight, config.layernorm_epsilon).to(x.dtype)
         weight = self.layer_norm_weight.float()
         if config.layernorm_zero_centered_gamma:
             weight = weight + 1
