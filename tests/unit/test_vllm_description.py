@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from jetrl_megatron.ops.norm import has_extension
 from jetrl_megatron.precision_flow import rollout_graph
 from jetrl_megatron.recipe import JETRL_FP8
 from tests.unit.precision_flow_cases import FINGERPRINT, LAYERS, checkpoint_config, described, real_config
@@ -62,7 +63,7 @@ def test_describe_config_reads_the_installed_vllm(tmp_path: Path, monkeypatch: p
         "plugin": True,
         "load_format": "dummy",
         "overrides": ("rope_parameters",),
-        "extension": False,
+        "extension": has_extension(),
         "decode_context_parallel": 1,
         "linear_backend": "triton",
         "deep_gemm": False,
