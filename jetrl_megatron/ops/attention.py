@@ -21,6 +21,7 @@ from jetrl_megatron.ops.hopper import hopper_refusal
 _HOME = "vllm.vllm_flash_attn"
 
 
+@functools.cache
 def attention_refusal(device: torch.device) -> str | None:
     """None where `flash_attention` runs, else why it does not."""
     reason = hopper_refusal(device)

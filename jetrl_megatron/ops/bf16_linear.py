@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from jetrl_megatron.ops.deep_gemm import find_deep_gemm
@@ -12,6 +14,7 @@ from jetrl_megatron.ops.hopper import hopper_refusal
 _FEWEST_ROWS = 8
 
 
+@functools.cache
 def row_invariant_refusal(device: torch.device) -> str | None:
     """None where `row_invariant_linear` keeps its promise, else why it does not."""
     reason = hopper_refusal(device)

@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_pg_size
 
+from jetrl_megatron.convert.live import unwrapped
 from jetrl_megatron.layers import (
     Fp8LinearMixin,
     JetRLFlashAttention,
@@ -83,9 +84,7 @@ def training_graph(
     Raises:
         ValueError: the model is no GPTModel-like decoder, or a recipe's quantiser or GEMM cannot serve on the device.
     """
-    inner: Any = model
-    while hasattr(inner, "module"):
-        inner = inner.module
+    inner = unwrapped(model)
     if not hasattr(inner, "decoder") or not hasattr(inner, "config"):
         raise ValueError(f"model={type(inner).__name__} has no decoder: pass Megatron's GPTModel, or what wraps it")
     if not hasattr(inner, "rotary_scaling"):

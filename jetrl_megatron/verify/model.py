@@ -13,6 +13,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from jetrl_megatron.convert.live import unwrapped
 from jetrl_megatron.convert.recipe_file import save_recipe
 from jetrl_megatron.recipe import Fp8BlockRecipe
 
@@ -27,9 +28,7 @@ def initialize_groups(tensor_parallel: int, pipeline_parallel: int, seed: int = 
 def gpt_model(model: Sequence[Any]) -> Any:
     """The GPTModel inside Megatron's wrappers, of a rank without virtual pipeline stages."""
     (module,) = model
-    while not hasattr(module, "decoder"):
-        module = module.module
-    return module
+    return unwrapped(module)
 
 
 def causal_mask(length: int) -> torch.Tensor:
