@@ -101,9 +101,10 @@ def generate(model: Model, mode: str, batches: tuple[Batch, ...], folder: Path) 
     command = [sys.executable, "-m", "jetrl_megatron.verify.engine", str(path), str(result)]
     run_child(f"{mode} engine", command, folder / f"{mode}.log", {})
     found: dict[str, Any] = json.loads(result.read_text())
-    seconds = time.perf_counter() - started
-    print(f"{model.name} {mode}: engine up in {found['start_seconds']:.0f} s, {seconds:.0f} s in all", flush=True)
-    return max(float(batch["tokens_per_second"]) for batch in found["batches"].values())
+    speeds = [float(batch["tokens_per_second"]) for batch in found["batches"].values()]
+    spent = f"engine up in {found['start_seconds']:.0f} s, {time.perf_counter() - started:.0f} s in all"
+    print(f"{model.name} {mode}: {', '.join(f'{speed:.0f}' for speed in speeds)} tokens/s; {spent}", flush=True)
+    return max(speeds)
 
 
 if __name__ == "__main__":

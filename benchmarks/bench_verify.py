@@ -45,6 +45,7 @@ ENGINE: dict[str, Any] = {
     "max_num_batched_tokens": 16384,
     "max_num_seqs": max(CAPTURED),
     "kv_cache_memory_bytes": 8 << 30,
+    "gpu_memory_utilization": 0.3,
 }
 
 
