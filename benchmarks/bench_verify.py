@@ -15,6 +15,7 @@ import multiprocessing
 import shlex
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from benchmarks.common import require_hopper
 from benchmarks.random_models import RandomModel
 from benchmarks.warm_up import Product, compile_product, order
 from jetrl_megatron import Fp8BlockRecipe
+from jetrl_megatron.convert.stored import read_config
 from jetrl_megatron.ops.bf16_linear import row_invariant_linear
 from jetrl_megatron.verify.forward import packs
 from jetrl_megatron.verify.training import STEP_SEQUENCES, STEP_TOKENS
@@ -45,7 +47,7 @@ ENGINE: dict[str, Any] = {
     "max_num_batched_tokens": 16384,
     "max_num_seqs": max(CAPTURED),
     "kv_cache_memory_bytes": 8 << 30,
-    "gpu_memory_utilization": 0.3,
+    "gpu_memory_utilization": 0.15,
 }
 
 
@@ -61,7 +63,9 @@ def main() -> None:
     parser.add_argument("--batches", default=BATCHES, help=f"sequences x generated tokens (default: {BATCHES})")
     parser.add_argument("--keep", type=Path, help="existing folder for models, requests and logs")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
-    parser.add_argument("--workers", type=int, default=12, help="processes that compile DeepGEMM's kernels first")
+    parser.add_argument(
+        "--workers", type=int, default=12, help="processes that compile DeepGEMM's kernels first; 0: none"
+    )
     options = parser.parse_args()
     unknown = set(options.cases.split(",")) - set(CASES)
     if unknown:
@@ -90,7 +94,6 @@ def run(name: str, options: argparse.Namespace, command: str) -> int:
     from jetrl_megatron.verify.run import VerifyOptions, verify
 
     model, started = CASES[name], time.perf_counter()
-    (sequences, tokens), *further = batches(options)
     label = name + (f"_tp{options.tp}" if options.tp > 1 else "")
     label += "_sp" if options.sequence_parallel else ""
     label += "" if options.scale_format == "ue8m0" else f"_{options.scale_format}"
@@ -99,8 +102,9 @@ def run(name: str, options: argparse.Namespace, command: str) -> int:
         train = write_smollm(home / name) if model is None else model.write(home / name)
         rollout = export_hf_folder(train, home / f"{name}-fp8", Fp8BlockRecipe(scale_format=options.scale_format))
         print(f"{name}: model made, {time.perf_counter() - started:.0f} s", flush=True)
-        if model is not None:
-            compile_kernels(model, options)
+        (sequences, tokens), *further = batches(options, read_config(rollout))
+        if options.workers:
+            compile_kernels(rollout, options)
             print(f"{name}: kernels compiled, {time.perf_counter() - started:.0f} s", flush=True)
         work = home / f"{name}-work"
         work.mkdir()
@@ -133,17 +137,29 @@ def run(name: str, options: argparse.Namespace, command: str) -> int:
         return report.status
 
 
-def compile_kernels(model: RandomModel, options: argparse.Namespace) -> None:
-    """DeepGEMM's kernels at the sizes that engine, scoring and optimizer steps use."""
-    attention, tp = (model.heads + 2 * model.kv_heads) * 128, options.tp
+def compile_kernels(folder: Path, options: argparse.Namespace) -> None:
+    """DeepGEMM's kernels at the sizes that engine, scoring and optimizer steps use for a Hugging Face folder."""
+    wanted, heads = products(folder, options)
+    with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
+        head = pool.starmap_async(compile_head, sorted(heads), chunksize=1)
+        for _ in pool.imap_unordered(compile_product, order(wanted)):
+            pass
+        head.get()
+
+
+def products(folder: Path, options: argparse.Namespace) -> tuple[set[Product], set[tuple[int, int, int]]]:
+    """Products of the decoder's linears, and (rows, columns, depth) of the head's."""
+    config = read_config(folder)
+    hidden, intermediate, tp = config["hidden_size"], config["intermediate_size"], options.tp
+    heads, kv_heads, size = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     linears = [
-        (attention // tp, model.hidden),
-        (model.hidden, model.heads * 128 // tp),
-        (2 * model.intermediate // tp, model.hidden),
-        (model.hidden, model.intermediate // tp),
+        ((heads + 2 * kv_heads) * size // tp, hidden),
+        (hidden, heads * size // tp),
+        (2 * intermediate // tp, hidden),
+        (hidden, intermediate // tp),
     ]
     rows, scored = set(CAPTURED), set()
-    for sequences, tokens in batches(options):
+    for sequences, tokens in batches(options, config):
         rows |= {sequences * PROMPT}
         for pack in packs([PROMPT + tokens] * sequences, TOKENS_PER_FORWARD):
             rows |= {len(pack) * (PROMPT + tokens)}
@@ -154,12 +170,7 @@ def compile_kernels(model: RandomModel, options: argparse.Namespace) -> None:
         for n, k in linears:
             wanted |= {Product(trained, n, k, along_tokens=False), Product(trained, k, n, along_tokens=False)}
             wanted |= {Product(n, k, trained, along_tokens=True)}
-    heads = [(m, model.vocabulary // tp, model.hidden) for m in sorted(scored)]
-    with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
-        head = pool.starmap_async(compile_head, heads, chunksize=1)
-        for _ in pool.imap_unordered(compile_product, order(wanted)):
-            pass
-        head.get()
+    return wanted, {(m, config["vocab_size"] // tp, hidden) for m in scored}
 
 
 def compile_head(rows: int, columns: int, depth: int) -> None:
@@ -170,10 +181,11 @@ def compile_head(rows: int, columns: int, depth: int) -> None:
     torch.cuda.empty_cache()
 
 
-def batches(options: argparse.Namespace) -> list[tuple[int, int]]:
-    """Sequences and generated tokens of each batch."""
+def batches(options: argparse.Namespace, config: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Sequences and generated tokens of each batch, as many tokens at most as the model has positions for."""
     pairs = (batch.split("x") for batch in options.batches.split(","))
-    return [(int(sequences), int(tokens)) for sequences, tokens in pairs]
+    longest = config["max_position_embeddings"] - PROMPT - 1
+    return [(int(sequences), min(int(tokens), longest)) for sequences, tokens in pairs]
 
 
 if __name__ == "__main__":
