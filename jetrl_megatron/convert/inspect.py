@@ -168,8 +168,15 @@ def rollout_faults(tensors: Mapping[str, StoredTensor], ignored: set[str], block
 
 
 def ignored_modules(quantization: Mapping[str, Any]) -> set[str]:
-    """Modules that a quantization_config leaves alone; both names stand in the wild."""
-    return set(quantization.get("ignored_layers") or quantization.get("modules_to_not_convert") or ())
+    """Modules that a quantization_config leaves alone; both names stand in the wild.
+
+    Raises:
+        ValueError: they are no list of names.
+    """
+    names = quantization.get("ignored_layers") or quantization.get("modules_to_not_convert") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"ignored_layers={names!r} in quantization_config must be a list of modules' names")
+    return set(names)
 
 
 def _read_files(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str], list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -90,8 +91,10 @@ class VerifyOptions:
             raise ValueError(
                 "sequence_parallel=True splits tokens over tensor-parallel ranks: use tp=2, or leave it off"
             )
-        if self.steps < 0 or self.learning_rate <= 0:
-            raise ValueError(f"steps={self.steps} must be 0 or more, learning_rate={self.learning_rate} more than 0")
+        if self.steps < 0 or not 0 < self.learning_rate < math.inf:
+            raise ValueError(
+                f"steps={self.steps} must be 0 or more, learning_rate={self.learning_rate} a number more than 0"
+            )
         if self.mode not in MODES:
             raise ValueError(f"mode={self.mode!r} is unknown: use one of {', '.join(MODES)}")
         if not self.variants or set(self.variants) - set(VARIANTS):
@@ -151,6 +154,8 @@ def _batches(options: VerifyOptions, work: Path, config: Mapping[str, Any]) -> t
     batches = [Batch(name=START, **size, **drawn)]
     batches += [Batch(name=f"{m}x{n}", sequences=m, tokens=n, **drawn) for m, n in options.further]
     limit = config.get("max_position_embeddings")
+    if limit is not None and not isinstance(limit, int):
+        raise ValueError(f"max_position_embeddings={limit!r} in config.json must be a whole number: mend the folder")
     for batch in batches:
         prompt = batch.longest - batch.tokens
         if limit is not None and batch.longest >= limit:

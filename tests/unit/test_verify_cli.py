@@ -138,6 +138,12 @@ def test_verify_options_unknown_words_raise() -> None:
         VerifyOptions(**folders, variants=())
 
 
+@pytest.mark.parametrize("rate", [0.0, -1e-4, float("nan"), float("inf")])
+def test_verify_options_learning_rate_is_a_positive_number(rate: float) -> None:
+    with pytest.raises(ValueError, match=f"learning_rate={rate} a number more than 0"):
+        VerifyOptions(train=Path("a"), rollout=Path("b"), learning_rate=rate)
+
+
 @pytest.mark.parametrize("content", ["[]", "[[]]", "[[1.5]]", "[[-1]]", '["12"]', "{}", "[[true]]", "nonsense"])
 def test_read_prompts_refuses_other_json(tmp_path: Path, content: str) -> None:
     path = tmp_path / "prompts.json"

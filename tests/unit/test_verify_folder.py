@@ -121,6 +121,13 @@ def test_check_rollout_folder_ignored_layers_decide(tmp_path: Path) -> None:
     assert check_rollout_folder(_write(tmp_path, tensors, config)).fp8_weights == 1
 
 
+@pytest.mark.parametrize("names", [[["lm_head"]], "lm_head", {"lm_head": 1}])
+def test_check_rollout_folder_ignored_layers_that_are_no_names(tmp_path: Path, names: Any) -> None:
+    config = _config(quantization_config={**JETRL_FP8.to_vllm_quantization_config(()), "ignored_layers": names})
+    with pytest.raises(ValueError, match="ignored_layers=.* must be a list of modules' names"):
+        check_rollout_folder(_write(tmp_path, _tensors(), config))
+
+
 def test_check_rollout_folder_many_faults_are_counted(tmp_path: Path) -> None:
     tensors = _tensors() | {f"model.layers.0.extra{index}.scale": torch.ones(1) for index in range(11)}
     with pytest.raises(ValueError, match="and 3 more"):
