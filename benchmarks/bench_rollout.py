@@ -39,14 +39,15 @@ def main() -> None:
         ("--tokens", {"type": int, "default": 1024, "help": "generated tokens of each sequence"}),
         ("--concurrent", {"type": int, "default": 128, "help": "sequences at once"}),
         ("--modes", {"default": ",".join(MODES), "help": f"comma-separated, of {', '.join(MODES)}"}),
-        ("--workers", {"type": int, "default": 12, "help": "processes that compile DeepGEMM's kernels first"}),
+        ("--workers", {"type": int, "default": 12, "help": "processes that compile DeepGEMM's kernels first; 0: none"}),
     )
     options = run.options
     size = {"sequences": options.concurrent, "tokens": options.tokens, "prompt_tokens": options.prompt}
     batches = tuple(Batch(name=name, prompts=(), seed=seed, **size) for seed, name in enumerate(("first", "second")))
     for model in run.models:
         found: dict[str, float] = {}
-        compile_kernels(model, options.concurrent, options.workers)
+        if options.workers:
+            compile_kernels(model, options.concurrent, options.workers)
         with tempfile.TemporaryDirectory(prefix="rollout-") as folder:
             for mode in options.modes.split(","):
                 found[mode] = generate(model, mode, batches, Path(folder))
