@@ -19,8 +19,10 @@ scales, a norm that another provider computes, an engine that is not compiled or
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import operator
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +36,7 @@ from vllm.compilation.passes.vllm_inductor_pass import VllmPatternMatcherPass
 from vllm.config import CompilationMode, VllmConfig
 from vllm.platforms import current_platform
 
+from jetrl_megatron.ops.norm import has_extension
 from jetrl_megatron.ops.quantized_outputs import (
     norm_quantize,
     norm_quantizes,
@@ -58,8 +61,9 @@ class QuantizedOutputs(InductorPass):
         self.recipe = recipe
 
     def uuid(self) -> str:
-        """Key of the compiler's caches."""
-        key: str = self.hash_dict({"source": self.hash_source(self), "recipe": self.recipe.fingerprint})
+        """Key of the compiler's caches: all that the pass's work depends on besides the graph."""
+        source = inspect.getsource(sys.modules[__name__])
+        key: str = self.hash_dict({"source": source, "recipe": self.recipe.fingerprint, "extension": has_extension()})
         return key
 
     def __call__(self, graph: fx.Graph) -> None:

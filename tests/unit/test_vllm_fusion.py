@@ -34,6 +34,7 @@ from jetrl_megatron.recipe import VLLM_PROVIDER
 HIDDEN, FEATURES, EPS = 256, 384, 1e-6
 KEY = "post_grad_custom_post_pass"
 RECIPES = {"ue8m0": JETRL_FP8, "fp32": Fp8BlockRecipe(scale_format="fp32")}
+ONE_FORMAT = pytest.mark.parametrize("recipe", ["ue8m0"], indirect=True)
 # As vLLM's CUDA build declares its quantiser; the CPU build has none.
 SCHEMA = (
     "per_token_group_fp8_quant(Tensor input, Tensor! output_q, Tensor! output_s, int group_size, float eps, "
@@ -142,8 +143,8 @@ class Layers(torch.nn.Module):
         return x, residual
 
 
-def compiled(function, config: VllmConfig, x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], int]:
-    """What the compiled function returns, and how many operators the pass replaced."""
+def compiled(function, config: VllmConfig, *inputs: torch.Tensor) -> tuple[list[torch.Tensor], int]:
+    """All that the compiled function returns for each input, and how many operators the pass replaced."""
     manager = PostGradPassManager()
     manager.configure(config)
     manager.fix_functionalization = manager.post_cleanup  # names CUDA operators that a CPU build lacks
@@ -158,26 +159,26 @@ def compiled(function, config: VllmConfig, x: torch.Tensor) -> tuple[tuple[torch
     }
     before = get_match_table().get(vllm_fusion.MATCHES, 0)
     torch._dynamo.reset()
-    torch._dynamo.mark_dynamic(x, 0)
+    inputs = [x.clone() for x in inputs]
+    torch._dynamo.mark_dynamic(inputs[0], 0)
     with pass_context(Range(start=1, end=8192)), torch.no_grad():
         run = torch.compile(
             function, fullgraph=True, backend=lambda graph, inputs: compile_fx(graph, inputs, config_patches=settings)
         )
-        found = run(x)
+        found = [y for x in inputs for y in run(x)]
     return found, get_match_table().get(vllm_fusion.MATCHES, 0) - before
 
 
-@pytest.mark.parametrize("tokens", [3, 16])
-def test_pass_replaces_norm_and_swiglu_exact(engine, recipe, tokens):
-    layers, x = Layers(recipe), torch.randn(tokens, HIDDEN).bfloat16()
-    expected, none = compiled(layers, engine, x.clone())
+def test_pass_replaces_norm_and_swiglu_exact(engine, recipe):
+    layers, inputs = Layers(recipe), [torch.randn(tokens, HIDDEN).bfloat16() for tokens in (3, 16, 5)]
+    expected, none = compiled(layers, engine, *inputs)
     vllm_fusion.offer_quantized_outputs(engine, recipe)
-    found, replaced = compiled(layers, engine, x.clone())
+    found, replaced = compiled(layers, engine, *inputs)
     assert (none, replaced) == (0, 6), "two norms and SwiGLU of each layer; not the norm of the last output"
-    for mine, theirs in zip(found, expected, strict=True):
-        assert torch.equal(mine, theirs)
+    assert len(found) == len(expected) == 6 and all(map(torch.equal, found, expected))
 
 
+@ONE_FORMAT
 def test_pass_leaves_alone_what_others_read_or_lay_out(engine, recipe):
     gain, wide = torch.ones(HIDDEN).bfloat16(), torch.randn(5, 2 * FEATURES).bfloat16()
     linear, unaligned, down = Linear(HIDDEN, HIDDEN, recipe), *(Linear(HIDDEN, k, recipe) for k in (HIDDEN, FEATURES))
@@ -185,7 +186,7 @@ def test_pass_leaves_alone_what_others_read_or_lay_out(engine, recipe):
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = ir.ops.rms_norm(x, gain, EPS)
-        z = ir.ops.rms_norm(x * 2, gain, EPS)
+        z = ir.ops.rms_norm(x, gain, 2 * EPS)
         h = torch.ops.jetrl_megatron.silu_and_mul(wide)
         return y, linear(y), linear(z), unaligned(z), down(h)
 
@@ -193,25 +194,27 @@ def test_pass_leaves_alone_what_others_read_or_lay_out(engine, recipe):
     assert compiled(function, engine, torch.randn(5, HIDDEN).bfloat16())[1] == 0
 
 
+@ONE_FORMAT
 def test_pass_quantises_once_for_several_linears_exact(engine, recipe):
     gain, first, second = torch.ones(HIDDEN).bfloat16(), Linear(HIDDEN, HIDDEN, recipe), Linear(128, HIDDEN, recipe)
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y, total = ir.ops.fused_add_rms_norm(x, x * 2, gain, EPS)
+        y, total = ir.ops.fused_add_rms_norm(x, x, gain, EPS)
         return first(y), second(y), total
 
     x = torch.randn(5, HIDDEN).bfloat16()
-    expected, _ = compiled(function, engine, x.clone())
+    expected, _ = compiled(function, engine, x)
     vllm_fusion.offer_quantized_outputs(engine, recipe)
-    found, replaced = compiled(function, engine, x.clone())
+    found, replaced = compiled(function, engine, x)
     assert replaced == 1 and all(map(torch.equal, found, expected))
 
 
+@ONE_FORMAT
 @pytest.mark.parametrize("why", ["other format", "other floor", "other norm", "no kernel"])
 def test_pass_finds_nothing(engine, recipe, monkeypatch, why):
     gain, linear, pattern = torch.ones(HIDDEN).bfloat16(), Linear(HIDDEN, HIDDEN, recipe), recipe
     if why == "other format":
-        pattern = dataclasses.replace(recipe, scale_format="fp32" if recipe.scale_format == "ue8m0" else "ue8m0")
+        pattern = RECIPES["fp32"]
     if why == "other floor":
         pattern = dataclasses.replace(recipe, activation_scale_floor=1e-4)
     if why == "no kernel":
