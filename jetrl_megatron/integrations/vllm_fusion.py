@@ -103,9 +103,7 @@ class _Match(NamedTuple):
 
 def _match(node: fx.Node, recipe: Fp8BlockRecipe) -> _Match | None:
     match = _swiglu(node, recipe) or _norm(node, recipe)
-    if match is None or _value(match.y).dim() != 2:
-        return None
-    if not match.quantizers or not all(_is_quantizer(reader, recipe) for reader in match.quantizers):
+    if match is None or not match.quantizers or not all(_is_quantizer(reader, recipe) for reader in match.quantizers):
         return None
     return match
 
@@ -115,14 +113,14 @@ def _swiglu(node: fx.Node, recipe: Fp8BlockRecipe) -> _Match | None:
     if node.target != operators.silu_and_mul.default:
         return None
     (gate_up,) = node.args
-    if not swiglu_quantizes(_value(gate_up), recipe):
+    if _value(gate_up).dim() != 2 or not swiglu_quantizes(_value(gate_up), recipe):
         return None
     return _Match(node, operators.silu_and_mul_quantize.default, (gate_up, recipe_text(recipe)), node)
 
 
 def _norm(node: fx.Node, recipe: Fp8BlockRecipe) -> _Match | None:
     op = get_ir_op(node)
-    if op is None or op.name not in ("rms_norm", "fused_add_rms_norm"):
+    if op is None or op.name not in ("rms_norm", "fused_add_rms_norm") or _value(node.args[0]).dim() != 2:
         return None
     if op.dispatch(*fx.map_arg(node.args, _value)).provider != VLLM_PROVIDER:
         return None
