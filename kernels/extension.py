@@ -19,7 +19,7 @@ import torch
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.tensor import BlockScaledTensor
 
-from .outputs import empty_along_tokens, empty_codes, empty_weight
+from .outputs import FEWEST_ROWS, empty_along_tokens, empty_codes, empty_weight
 from .rules import activation_rule, weight_rule
 
 _C: Any = importlib.import_module("jetrl_megatron._C")
@@ -93,9 +93,11 @@ def swiglu(y_M2F: torch.Tensor, recipe: Fp8BlockRecipe) -> torch.Tensor:
     return h_MF
 
 
-def swiglu_quantize(y_M2F: torch.Tensor, recipe: Fp8BlockRecipe) -> BlockScaledTensor:
-    """`swiglu` in codes in groups along features: [M, F]."""
-    out = empty_codes(y_M2F.shape[0], y_M2F.shape[1] // 2, recipe, y_M2F.device)
+def swiglu_quantize(
+    y_M2F: torch.Tensor, recipe: Fp8BlockRecipe, *, fewest_rows: int = FEWEST_ROWS
+) -> BlockScaledTensor:
+    """`swiglu` in codes in groups along features: [M, F], in memory for `fewest_rows` at least."""
+    out = empty_codes(y_M2F.shape[0], y_M2F.shape[1] // 2, recipe, y_M2F.device, fewest_rows=fewest_rows)
     _C.swiglu(y_M2F, None, out.data, out.scale, _activation_rule(recipe))
     return out
 
@@ -164,9 +166,11 @@ def rms_norm_quantize(
     eps: float,
     recipe: Fp8BlockRecipe,
     residual: torch.Tensor | None = None,
+    *,
+    fewest_rows: int = FEWEST_ROWS,
 ) -> tuple[BlockScaledTensor, torch.Tensor, torch.Tensor | None]:
-    """`rms_norm` with codes [M, K] in groups along features instead of y."""
-    out = empty_codes(*x_MK.shape, recipe, x_MK.device)
+    """`rms_norm` with codes [M, K] in groups along features instead of y, in memory for `fewest_rows` at least."""
+    out = empty_codes(*x_MK.shape, recipe, x_MK.device, fewest_rows=fewest_rows)
     rstd_M, sums = _norm_outputs(x_MK, residual)
     rule = _activation_rule(recipe)
     _C.rms_norm(x_MK, residual, weight_K, eps, None, out.data, out.scale, rstd_M, sums, rule)

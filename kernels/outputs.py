@@ -15,9 +15,15 @@ FEWEST_ROWS = 8
 """Rows that are allocated at least: DeepGEMM is slower for fewer, and computes the same rows."""
 
 
-def empty_codes(rows: int, columns: int, recipe: Fp8BlockRecipe, device: torch.device) -> BlockScaledTensor:
-    """Uninitialised codes [rows, columns] in groups along columns; scales with their rows next to each other."""
-    held = max(rows, FEWEST_ROWS)
+def empty_codes(
+    rows: int, columns: int, recipe: Fp8BlockRecipe, device: torch.device, *, fewest_rows: int = FEWEST_ROWS
+) -> BlockScaledTensor:
+    """Uninitialised codes [rows, columns] in groups along columns; scales with their rows next to each other.
+
+    Args:
+        fewest_rows: rows that are allocated at least.
+    """
+    held = max(rows, fewest_rows)
     stride = ceil_div(held, _TMA_FLOATS) * _TMA_FLOATS
     groups = ceil_div(columns, recipe.block)
     codes = torch.empty(held, columns, dtype=torch.float8_e4m3fn, device=device)

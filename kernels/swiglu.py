@@ -19,7 +19,7 @@ from jetrl_megatron.reference import swiglu_backward as swiglu_backward_twin
 from jetrl_megatron.tensor import BlockScaledTensor
 
 from .device_functions import constants, quantize_groups
-from .outputs import empty_along_tokens, empty_codes
+from .outputs import FEWEST_ROWS, empty_along_tokens, empty_codes
 from .quantize_both import quantize_both_twin, store_along_features, store_along_tokens
 from .rules import activation_rule
 
@@ -126,9 +126,11 @@ def swiglu(y_M2F: torch.Tensor, recipe: Fp8BlockRecipe, *, num_warps: int = 4) -
     return h_MF
 
 
-def swiglu_quantize(y_M2F: torch.Tensor, recipe: Fp8BlockRecipe, *, num_warps: int = 4) -> BlockScaledTensor:
-    """`quantize_activation` of `swiglu`: [M, F]."""
-    out = empty_codes(y_M2F.shape[0], y_M2F.shape[1] // 2, recipe, y_M2F.device)
+def swiglu_quantize(
+    y_M2F: torch.Tensor, recipe: Fp8BlockRecipe, *, fewest_rows: int = FEWEST_ROWS, num_warps: int = 4
+) -> BlockScaledTensor:
+    """`quantize_activation` of `swiglu`: [M, F], in memory for `fewest_rows` at least."""
+    out = empty_codes(y_M2F.shape[0], y_M2F.shape[1] // 2, recipe, y_M2F.device, fewest_rows=fewest_rows)
     _launch_forward(y_M2F, out.data, out.scale, recipe, num_warps)
     return out
 

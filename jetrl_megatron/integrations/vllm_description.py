@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 import vllm.envs as envs
+from vllm.compilation.passes.inductor_pass import CallableInductorPass
 from vllm.config import CompilationMode, VllmConfig
 from vllm.config.compilation import PassConfig
 from vllm.ir.op import IrOp
@@ -117,7 +118,7 @@ def describe_config(config: VllmConfig) -> EngineDescription:
         batch_invariant=envs.VLLM_BATCH_INVARIANT,
         disabled_kernels=tuple(envs.VLLM_DISABLED_KERNELS),
         compiled=compilation.mode != CompilationMode.NONE,
-        fusions=_fusions(compilation.pass_config),
+        fusions=(*_fusions(compilation.pass_config), *custom_passes(config)),
         custom_ops=tuple(compilation.custom_ops),
         rms_norm=tuple(kernels.ir_op_priority.rms_norm),
         fused_add_rms_norm=tuple(kernels.ir_op_priority.fused_add_rms_norm),
@@ -159,7 +160,17 @@ def rank_report(config: VllmConfig, modules: tuple[EngineModule, ...], rank: int
         plugin=plugin_is_loaded(),
         operators=dict(Counter(module.implementation.rpartition(".")[2] for module in modules)),
         replaced=replaced_methods(),
+        passes=custom_passes(config),
     )
+
+
+def custom_passes(config: VllmConfig) -> tuple[str, ...]:
+    """Compiler passes besides vLLM's own: the plugin's once a model is built that has it, and anybody's."""
+    found = config.compilation_config.inductor_compile_config.get(current_platform.pass_key)
+    if found is None:
+        return ()
+    function = found.callable if isinstance(found, CallableInductorPass) else type(found)
+    return (_path(function),)
 
 
 def plugin_is_loaded() -> bool:
@@ -283,5 +294,5 @@ def _implementation(decides: Any, of: Any) -> str:
     return next(_path(base) for base in kind.__mro__ if not base.__module__.startswith(PLUGIN))
 
 
-def _path(kind: type) -> str:
+def _path(kind: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"

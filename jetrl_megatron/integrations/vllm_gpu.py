@@ -11,6 +11,9 @@ operator, vLLM 0.26:
 | RoPE      | vLLM's own CUDA operator                   | one float32 sum of exact products: easy to meet          |
 | attention | vLLM's FlashAttention 3, num_splits = 1    | training calls the same binary; a split depends on the   |
 |           |                                            | batch                                                    |
+| quantiser | vLLM's own CUDA operator; in a compiled    | byte-equal to training's                                 |
+|           | graph after norm or SwiGLU training's      |                                                          |
+|           | fused kernels, see `vllm_fusion`           |                                                          |
 | linears   | vLLM's DeepGEMM path                       | training calls the same kernels                          |
 | lm_head   | DeepGEMM's BF16 product                    | cuBLAS chooses by the number of rows                     |
 | log-prob  | vLLM's own Triton kernel (V2 model runner) | training sums in its order                               |
@@ -36,6 +39,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAt
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from jetrl_megatron.integrations.vllm import carried_recipe
+from jetrl_megatron.integrations.vllm_fusion import offer_quantized_outputs
 from jetrl_megatron.ops.bf16_linear import row_invariant_linear, row_invariant_refusal
 from jetrl_megatron.ops.norm import norm_forward
 from jetrl_megatron.ops.swiglu import silu_and_mul
@@ -168,7 +172,10 @@ class ParitySiluAndMul(SiluAndMul):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.parity = engine_recipe() is not None
+        recipe = engine_recipe()
+        self.parity = recipe is not None
+        if recipe is not None:
+            offer_quantized_outputs(get_current_vllm_config(), recipe)
 
     def forward_cuda(self, x: torch.Tensor) -> torch.Tensor:
         """BF16 [..., F] from gate and up [..., 2F]."""

@@ -43,7 +43,7 @@ def norm_kernel(x: torch.Tensor, weight_K: torch.Tensor) -> str:
         return "torch"
     if x.dim() == 3 and x.shape[-1] <= kernel("head_norm").MOST_FEATURES:
         return "triton_heads"
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return "cuda" if has_extension() and kernel("extension").takes_norm(rows, weight_K) else "triton"
 
 

@@ -24,5 +24,5 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     elif has_extension() and y_M2F.shape[1] % (2 * JETRL_FP8.block) == 0:
         h_MF = kernel("extension").swiglu(y_M2F.contiguous(), JETRL_FP8)
     else:
-        h_MF = kernel("swiglu").swiglu(y_M2F)
+        h_MF = kernel("swiglu").swiglu(y_M2F, JETRL_FP8)
     return h_MF.view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)

@@ -51,6 +51,7 @@ class RankReport:
         plugin: whether the plugin is loaded there.
         operators: number of the operators of each implementation.
         replaced: methods of vLLM's FP8 that somebody else's code has replaced there.
+        passes: compiler passes besides vLLM's own, by the paths of their classes.
     """
 
     rank: int
@@ -58,6 +59,7 @@ class RankReport:
     plugin: bool
     operators: Mapping[str, int]
     replaced: tuple[str, ...] = ()
+    passes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +96,7 @@ class EngineDescription:
         deep_gemm, deep_gemm_e8m0, batch_invariant: VLLM_USE_DEEP_GEMM, VLLM_USE_DEEP_GEMM_E8M0, VLLM_BATCH_INVARIANT.
         disabled_kernels: VLLM_DISABLED_KERNELS.
         compiled: whether torch.compile with vLLM's passes runs.
-        fusions: the passes that are on.
+        fusions: vLLM's passes that are on, and others by the paths of their classes.
         custom_ops: compilation_config.custom_ops.
         rms_norm, fused_add_rms_norm: ir_op_priority of each, best first.
         attention_backend: its name, None for automatic.
@@ -216,8 +218,8 @@ def _part(kind: type[EngineModule] | type[RankReport], part: Any) -> EngineModul
     if isinstance(part, kind):
         return part
     values = _checked(kind, part)
-    if "replaced" in values:
-        values["replaced"] = tuple(values["replaced"])
+    for key in {"replaced", "passes"} & set(values):
+        values[key] = tuple(values[key])
     return kind(**values)
 
 

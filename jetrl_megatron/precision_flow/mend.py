@@ -32,7 +32,10 @@ ROLLOUT_MEND: Mend = MappingProxyType(
         "speculative_decoding": {"*": "speculative_config=None"},
         "lora": {"*": "enable_lora=False; merge the adapter into the weights"},
         "logprobs_mode": {"*": 'logprobs_mode="{wanted}"'},
-        "other_fusions": {"*": 'compilation_config={{"pass_config": {{PASS: False}}}}, PASS each of {value}'},
+        "other_fusions": {
+            "*": 'compilation_config={{"pass_config": {{PASS: False}}}}, PASS each of {value}; a pass in '
+            "inductor_compile_config has to leave it"
+        },
         "cuda_extension": {"*": _EXTENSION},
         "linear.dtype": {
             "bfloat16": "{node} belongs into quantization_config's ignored_layers: " + _EXPORT,

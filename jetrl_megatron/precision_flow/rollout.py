@@ -151,7 +151,9 @@ def _two_recipes(description: EngineDescription) -> list[Difference]:
 
 
 def _settings(description: EngineDescription, recipe: Fp8BlockRecipe | None) -> dict[str, Value]:
-    others = [name for name in description.fusions if name not in _FUSIONS and name not in _HARMLESS]
+    known = _HARMLESS | set(_FUSIONS)
+    # The package's own pass calls kernels that give the bytes of what they replace.
+    others = [name for name in description.fusions if name not in known and not name.startswith(PLUGIN)]
     return {
         "recipe": recipe.fingerprint if recipe else None,
         "tensor_parallel": description.tensor_parallel,

@@ -9,8 +9,11 @@ from jetrl_megatron.ops.attention import Packing, attention_refusal, flash_atten
 from jetrl_megatron.ops.bf16_linear import row_invariant_linear, row_invariant_refusal
 from jetrl_megatron.ops.log_prob import token_log_probs
 from jetrl_megatron.ops.norm import norm_forward, norm_kernel, rms_norm
+from jetrl_megatron.ops.quantized_outputs import norm_quantize, swiglu_quantize
 from jetrl_megatron.ops.rope import cos_sin_cache, rope
 from jetrl_megatron.ops.swiglu import silu_and_mul
+from jetrl_megatron.recipe import Fp8BlockRecipe
+from jetrl_megatron.tensor import BlockScaledTensor
 
 TOKENS = (1, 2, 3, 7, 8, 16, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 512, 1000, 2048)
 EPS = 1e-6
@@ -83,6 +86,29 @@ def test_silu_and_mul_rows_exact(device):
     h = silu_and_mul(gate_up)
     for m in TOKENS:
         assert torch.equal(silu_and_mul(gate_up[:m]), h[:m]), m
+
+
+@pytest.mark.parametrize("scale_format", ["ue8m0", "fp32"])
+@pytest.mark.parametrize("features", [1024, 4096, 5120, 8192])
+def test_quantised_outputs_equal_parts_with_vllms_quantiser_exact(device, features, scale_format):
+    utils = pytest.importorskip("vllm.model_executor.layers.quantization.utils.fp8_utils")
+    recipe = Fp8BlockRecipe(scale_format=scale_format)
+    weight = (1 + 0.1 * randn(features, device=device)).bfloat16()
+
+    def assert_quantised(codes: BlockScaledTensor, y: torch.Tensor) -> None:
+        layout = {"column_major_scales": True, "tma_aligned_scales": True}
+        data, scale = utils.per_token_group_quant_fp8(y, recipe.block, use_ue8m0=scale_format == "ue8m0", **layout)
+        assert codes.equal(BlockScaledTensor(data, scale, codes.block, recipe)), len(y)
+        assert codes.scale.stride() == scale.stride() and codes.data.stride() == data.stride(), len(y)
+
+    for m in TOKENS:
+        x, residual, gate_up = (randn(m, n, device=device) for n in (features, features, 2 * features))
+        for added in (None, residual):
+            y, _, total = norm_forward(x, weight, EPS, added)
+            codes, summed = norm_quantize(x, weight, EPS, recipe, added)
+            assert_quantised(codes, y)
+            assert added is None or torch.equal(summed, total)
+        assert_quantised(swiglu_quantize(gate_up, recipe), silu_and_mul(gate_up))
 
 
 @pytest.mark.parametrize("vocabulary", [1000, 8192, 49152, 50257, 128256, 151936])

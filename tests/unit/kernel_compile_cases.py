@@ -7,10 +7,12 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from unittest.mock import patch
 
 import torch
 
 from jetrl_megatron import JETRL_FP8
+from jetrl_megatron.ops.gpu_quantizers import TritonQuantizer
 from tests.unit import kernels_on_cpu
 
 M, C, EPS = 512, 1024, 1e-6
@@ -96,6 +98,21 @@ def _swiglu() -> None:
     swiglu.swiglu_backward_quantize(dh, y, JETRL_FP8)
 
 
+def _rollout() -> None:
+    """The operators that a rollout calls, where the CUDA extension is missing."""
+    from jetrl_megatron.ops import quantized_outputs, swiglu
+
+    quantizer = TritonQuantizer()
+    with (
+        patch.object(swiglu, "runs_kernels", lambda _: True),
+        patch.object(swiglu, "has_extension", lambda: False),
+        patch.object(quantized_outputs, "has_extension", lambda: False),
+        patch.object(quantized_outputs, "select_quantizer", lambda *_: quantizer),
+    ):
+        assert swiglu.silu_and_mul(_matrix()).shape == (M, C // 2)
+        assert quantized_outputs.swiglu_quantize(_matrix(), JETRL_FP8).shape == (M, C // 2)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "activation": partial(compiles, partial(_activation, M)),
     "both": partial(compiles, _both),
@@ -103,5 +120,6 @@ CASES: dict[str, Callable[[], None]] = {
     "weight": partial(compiles, _weight),
     "norm": partial(compiles, _norm),
     "swiglu": partial(compiles, _swiglu),
+    "rollout": partial(compiles, _rollout),
     "awkward_sizes": compiles_for_awkward_sizes,
 }

@@ -15,6 +15,7 @@ from jetrl_megatron.precision_flow import (
     check,
     rollout_graph,
 )
+from jetrl_megatron.precision_flow.engine import PLUGIN
 from jetrl_megatron.precision_flow.training import training_graph
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from tests.unit.precision_flow_cases import (
@@ -129,6 +130,8 @@ def test_check_fusion_on(training: PrecisionGraph, engine: EngineDescription, na
 def test_check_unknown_fusion_is_named(training: PrecisionGraph, engine: EngineDescription) -> None:
     difference = only(found(training, engine, fusions=("fuse_new_things",)), "model", "other_fusions")
     assert difference.rollout == "fuse_new_things" and "pass_config" in difference.setting
+    difference = only(found(training, engine, fusions=("theirs.Pass", f"{PLUGIN}ours.Pass")), "model", "other_fusions")
+    assert difference.rollout == "theirs.Pass" and "inductor_compile_config" in difference.setting
 
 
 @pytest.mark.parametrize("backend", [None, "FLASH_ATTN"])
