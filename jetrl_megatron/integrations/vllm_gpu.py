@@ -10,7 +10,7 @@ operator, vLLM 0.26:
 | SwiGLU    | the kernel of training, in SiluAndMul      | so that training may fuse it with quantisation           |
 | RoPE      | vLLM's own CUDA operator                   | one float32 sum of exact products: easy to meet          |
 | attention | vLLM's FlashAttention 3, num_splits = 1    | training calls the same binary; a split depends on the   |
-|           |                                            | batch                                                    |
+|           |                                            | batch, and the blocks of keys on the number of queries   |
 | quantiser | vLLM's own CUDA operator; in a compiled    | byte-equal to training's                                 |
 |           | graph after norm or SwiGLU training's      |                                                          |
 |           | fused kernels, see `vllm_fusion`           |                                                          |
@@ -23,6 +23,7 @@ operator, vLLM 0.26:
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import Any
 
@@ -34,12 +35,17 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
-from vllm.v1.attention.backend import AttentionMetadataBuilder
-from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from jetrl_megatron.integrations.vllm import carried_recipe
 from jetrl_megatron.integrations.vllm_fusion import offer_quantized_outputs
+from jetrl_megatron.ops.attention import fewest_queries
 from jetrl_megatron.ops.bf16_linear import row_invariant_linear, row_invariant_refusal
 from jetrl_megatron.ops.norm import norm_forward
 from jetrl_megatron.ops.swiglu import silu_and_mul
@@ -209,7 +215,7 @@ class ParityLogitsProcessor(LogitsProcessor):
 
 
 class ParityFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
-    """vLLM's builder, which never lets FlashAttention split the KV axis.
+    """vLLM's builder, which never lets FlashAttention split the KV axis, and has it add up keys in training's blocks.
 
     vLLM allows splits by the batch's size: none of its settings forbids them in every step.
     """
@@ -222,6 +228,14 @@ class ParityFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         # In the steps up to this size the number of splits is bounded by the next attribute: in all of them.
         self.max_cudagraph_size = sys.maxsize
         self.max_num_splits = 1
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> FlashAttentionMetadata:
+        """What vLLM builds, for `fewest_queries` at least."""
+        queries = max(common_attn_metadata.max_query_len, fewest_queries(self.headdim))
+        common = dataclasses.replace(common_attn_metadata, max_query_len=queries)
+        return super().build(common_prefix_len, common, fast_build)
 
 
 class ParityFlashAttentionBackend(FlashAttentionBackend):

@@ -11,7 +11,7 @@ import torch
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 
-from jetrl_megatron.ops.attention import Packing, attention_refusal, flash_attention
+from jetrl_megatron.ops.attention import Packing, attention_refusal, flash_attention, head_size_refusal
 from jetrl_megatron.ops.rope import cos_sin_cache, rope
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ class JetRLFlashAttention(torch.nn.Module):
                     "jetrl_spec(..., parity=False)"
                 )
         _check_mask_type(attn_mask_type)
+        if (reason := head_size_refusal(config.kv_channels)) is not None:
+            raise ValueError(f"config.kv_channels={config.kv_channels}: {reason}; use jetrl_spec(..., parity=False)")
         self.config = config
         self.softmax_scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
 

@@ -2,6 +2,17 @@
 
 vLLM's build of FlashAttention 3 has no backward kernel. The gradient is taken from the saved output and log-sum-exp by
 torch's own kernels: cuDNN's for sequences of one length, FlashAttention 2's for others.
+
+The kernel adds up the keys in blocks, and a sum's last bits depend on the blocks. Their length is chosen in
+hopper/tile_size.h of vLLM's FlashAttention, by head size, by the number of queries and by whether keys lie in pages:
+
+| head size  | packed sequences | pages, many queries | pages, few queries                    |
+|------------|------------------|---------------------|---------------------------------------|
+| up to 64   | 128              | 128                 | 192, hence `fewest_queries`           |
+| up to 96   | 144              | 128                 | 128: refused by `head_size_refusal`   |
+| up to 128  | 128              | 128                 | 128                                   |
+| up to 192  | 96               | 96                  | 96                                    |
+| up to 256  | 80               | 80                  | 80                                    |
 """
 
 # Shape suffixes: T tokens of all sequences, H query heads, G key and value heads, D head size, B sequences.
@@ -19,6 +30,9 @@ import torch
 from jetrl_megatron.ops.hopper import hopper_refusal
 
 _HOME = "vllm.vllm_flash_attn"
+_SHORT_HEAD, _MIDDLE_HEAD, _LONGEST_HEAD = 64, 96, 256
+# More than the rows of the kernel for few queries, however many query heads share a key.
+_MANY_QUERIES = 65
 
 
 @functools.cache
@@ -28,6 +42,23 @@ def attention_refusal(device: torch.device) -> str | None:
     if reason is None and importlib.util.find_spec("vllm") is None:
         reason = "vllm is not installed, whose FlashAttention 3 the rollout runs"
     return reason
+
+
+def head_size_refusal(size: int) -> str | None:
+    """None where packed sequences and pages are walked in blocks of one length, else why no parity is to be had."""
+    if size <= _SHORT_HEAD or _MIDDLE_HEAD < size <= _LONGEST_HEAD:
+        return None
+    if size > _LONGEST_HEAD:
+        return f"FlashAttention 3 takes heads of {_LONGEST_HEAD} elements at most, not {size}"
+    return f"FlashAttention 3 adds up keys in other blocks for pages than for packed sequences at head size {size}"
+
+
+def fewest_queries(head_size: int) -> int:
+    """The least `max_seqlen_q` with which FlashAttention 3 takes pages in the blocks of packed sequences.
+
+    A larger number than the batch has costs time alone: it bounds the grid, and the lengths say what is there.
+    """
+    return _MANY_QUERIES if head_size <= _SHORT_HEAD else 1
 
 
 @functools.cache

@@ -1,11 +1,13 @@
 """Each parity operator by itself against the installed vLLM, bit for bit, so that a release that changes one is named;
 rows that do not depend on how many there are; gradients against float64."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from jetrl_megatron.ops.attention import Packing, attention_refusal, flash_attention
+from jetrl_megatron.ops.attention import Packing, attention_refusal, fewest_queries, flash_attention
 from jetrl_megatron.ops.bf16_linear import row_invariant_linear, row_invariant_refusal
 from jetrl_megatron.ops.log_prob import token_log_probs
 from jetrl_megatron.ops.norm import norm_forward, norm_kernel, rms_norm
@@ -178,30 +180,34 @@ def test_attention_and_its_gradient(device, lengths, equal):
         assert error(a.detach(), b.detach()) < 8e-3, name
 
 
-def test_attention_equals_vllms_paged_decode_exact(device):
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), [(32, 8, 128), (12, 4, 64), (8, 8, 64), (16, 4, 192), (8, 4, 256)]
+)
+def test_attention_equals_vllms_paged_decode_exact(device, heads, kv_heads, size):
     functions = pytest.importorskip("vllm.vllm_flash_attn")
     length, page = 3000, 16
-    q, k, v = (randn(length, heads, 128, device=device) for heads in (32, 8, 8))
-    out = flash_attention(q, k, v, packing([length], device, True), scale=SCALE)
+    q, k, v = (randn(length, count, size, device=device) for count in (heads, kv_heads, kv_heads))
+    out = flash_attention(q, k, v, packing([length], device, True), scale=size**-0.5)
     pages = -(-length // page)
     order = torch.randperm(pages, device=device)
-    cache = torch.zeros(2, pages, page, 8, 128, dtype=torch.bfloat16, device=device)
+    cache = torch.zeros(2, pages, page, kv_heads, size, dtype=torch.bfloat16, device=device)
     for side, x in enumerate((k, v)):
-        padded = F.pad(x, (0, 0, 0, 0, 0, pages * page - length)).view(pages, page, 8, 128)
+        padded = F.pad(x, (0, 0, 0, 0, 0, pages * page - length)).view(pages, page, kv_heads, size)
         cache[side, order] = padded
-    for last in (1, 15, 16, 17, 128, 129, 1000, 2999, 3000):
+    for last, queries in itertools.product((1, 15, 16, 17, 128, 129, 192, 193, 1000, 2999, 3000), (1, 7, 100)):
+        queries = min(queries, last)
         decoded = functions.flash_attn_varlen_func(
-            q[last - 1 : last],
+            q[last - queries : last],
             cache[0],
             cache[1],
-            max_seqlen_q=1,
-            cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32, device=device),
+            max_seqlen_q=max(queries, fewest_queries(size)),
+            cu_seqlens_q=torch.tensor([0, queries], dtype=torch.int32, device=device),
             max_seqlen_k=last,
             seqused_k=torch.tensor([last], dtype=torch.int32, device=device),
             block_table=order[None].to(torch.int32),
-            softmax_scale=SCALE,
+            softmax_scale=size**-0.5,
             causal=True,
             num_splits=1,
             fa_version=3,
         )
-        assert torch.equal(decoded[0], out[last - 1]), last
+        assert torch.equal(decoded, out[last - queries : last]), (last, queries)

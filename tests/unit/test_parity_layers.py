@@ -156,6 +156,17 @@ def test_core_attention_refuses_cross_attention():
         JetRLFlashAttention(config(), 1, AttnMaskType.causal, "cross")
 
 
+def test_core_attention_refuses_head_sizes_whose_keys_are_summed_in_other_blocks():
+    for size, message in (
+        (80, "other blocks for pages than for packed sequences at head size 80"),
+        (288, "256 .* at most"),
+    ):
+        with pytest.raises(ValueError, match=f"kv_channels={size}: .*{message}"):
+            JetRLFlashAttention(config(kv_channels=size), 1, AttnMaskType.causal, "self")
+    for size in (64, 128, 192, 256):
+        JetRLFlashAttention(config(kv_channels=size), 1, AttnMaskType.causal, "self")
+
+
 @pytest.mark.parametrize("mask_type", [AttnMaskType.padding, AttnMaskType.no_mask, AttnMaskType.arbitrary])
 def test_core_attention_refuses_other_masks(mask_type):
     with pytest.raises(ValueError, match="parity attention is causal alone"):

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm.ir.op import IrOp
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -68,6 +69,17 @@ def test_backend_never_splits(registered, monkeypatch):
         # As `build` has it: in which steps the bound holds, and the bound.
         assert builder.use_full_cuda_graph and builder.max_cudagraph_size > 1 << 40 and builder.max_num_splits == 1
         assert builder.aot_schedule == full
+
+
+@pytest.mark.parametrize(("size", "queries", "expected"), [(64, 1, 65), (64, 700, 700), (128, 1, 1), (256, 1, 1)])
+def test_attention_of_few_queries_walks_keys_in_the_blocks_of_many(monkeypatch, size, queries, expected):
+    nothing = torch.zeros(0, dtype=torch.int32)
+    batch = CommonAttentionMetadata(nothing, nothing, nothing, 1, queries, queries, 900, nothing, nothing)
+    monkeypatch.setattr(FlashAttentionMetadataBuilder, "build", lambda _, prefix, common, fast: (prefix, common, fast))
+    builder = object.__new__(vllm_gpu.ParityFlashAttentionMetadataBuilder)
+    builder.headdim = size
+    built = builder.build(0, batch, True)
+    assert built == (0, dataclasses.replace(batch, max_query_len=expected), True) and batch.max_query_len == queries
 
 
 def test_engine_recipe_is_that_of_the_arguments(monkeypatch):
