@@ -39,6 +39,7 @@ def main() -> None:
         ("--tokens", {"type": int, "default": 1024, "help": "generated tokens of each sequence"}),
         ("--concurrent", {"type": int, "default": 128, "help": "sequences at once"}),
         ("--modes", {"default": ",".join(MODES), "help": f"comma-separated, of {', '.join(MODES)}"}),
+        ("--profile", {"action": "store_true", "help": "also write which kernels each engine runs, by time"}),
         ("--workers", {"type": int, "default": 12, "help": "processes that compile DeepGEMM's kernels first; 0: none"}),
     )
     options = run.options
@@ -51,6 +52,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="rollout-") as folder:
             for mode in options.modes.split(","):
                 found[mode] = generate(model, mode, batches, Path(folder))
+                if options.profile:
+                    profile(model, mode, Path(folder), run.options.out.parent)
         shape = f"{options.concurrent} x ({options.prompt} + {options.tokens}) tokens"
         for mode, speed in found.items():
             name = "jetrl_parity" if mode == "parity" else f"vllm_{mode}"
@@ -106,6 +109,13 @@ def generate(model: Model, mode: str, batches: tuple[Batch, ...], folder: Path) 
     spent = f"engine up in {found['start_seconds']:.0f} s, {time.perf_counter() - started:.0f} s in all"
     print(f"{model.name} {mode}: {', '.join(f'{speed:.0f}' for speed in speeds)} tokens/s; {spent}", flush=True)
     return max(speeds)
+
+
+def profile(model: Model, mode: str, folder: Path, out: Path) -> None:
+    """Writes profile_rollout_MODEL_MODE.txt, from an engine of its own for the request of `generate`."""
+    path = out / f"profile_rollout_{model.key}_{mode}.txt"
+    command = [sys.executable, "-m", "benchmarks.engine_profile", str(folder / f"{mode}.request.json"), str(path)]
+    run_child(f"profile of {mode}", command, folder / f"{mode}.profile.log", {})
 
 
 if __name__ == "__main__":
