@@ -14,6 +14,7 @@ namespace {
 using torch::Tensor;
 
 constexpr double kLargestCode = 448;  // what the conversion instruction saturates at
+constexpr double kLeastFloor = 1e-30;  // over the largest code still far from what is denormal
 
 int64_t ceil_div(int64_t value, int64_t divisor) {
     return (value + divisor - 1) / divisor;
@@ -33,6 +34,8 @@ jetrl::ScaleRule rule_of(const Recipe& recipe) {
                       jetrl::kBlock);
     TORCH_CHECK_VALUE(recipe.element_max == kLargestCode, "element_max=", recipe.element_max,
                       ": the hardware saturates at ", kLargestCode);
+    TORCH_CHECK_VALUE(recipe.amax_floor >= kLeastFloor, "amax_floor=", recipe.amax_floor,
+                      ": scales are built for normal numbers, from a floor of at least ", kLeastFloor);
     return {float(recipe.amax_floor), float(recipe.divisor), float(recipe.scale_floor), recipe.power_of_two};
 }
 

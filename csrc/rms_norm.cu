@@ -83,7 +83,7 @@ __device__ inline void store_codes(const Row<kVectors>& normed, int64_t row, int
             amax = max(amax, __shfl_xor_sync(0xffffffffu, amax, distance));
         if (column >= k)
             continue;
-        const float scale = scale_of(bf16_bits(amax), rule, kPowerOfTwo), factor = factor_of(scale, kPowerOfTwo);
+        const float scale = scale_of_lane<kPowerOfTwo>(bf16_bits(amax), rule), factor = factor_of(scale, kPowerOfTwo);
         if (threadIdx.x % kGroupLanes == 0)
             codes.scale[column / kBlock * codes.scale_stride + row] = scale;
         const Vector final = Vector::of(raw);

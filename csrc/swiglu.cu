@@ -40,7 +40,7 @@ __global__ __launch_bounds__(kThreads) void swiglu_kernel(const uint16_t* y, int
             amax = max(amax, __shfl_xor_sync(0xffffffffu, amax, distance));
         if (!inside)
             return;
-        const float scale = scale_of(bf16_bits(amax), rule, kPowerOfTwo), factor = factor_of(scale, kPowerOfTwo);
+        const float scale = scale_of_lane<kPowerOfTwo>(bf16_bits(amax), rule), factor = factor_of(scale, kPowerOfTwo);
         if (threadIdx.x % kGroupLanes == 0)
             codes.scale[column / kBlock * codes.scale_stride + row] = scale;
         uint32_t pair[kWords];

@@ -93,6 +93,24 @@ __device__ inline float scale_of(float amax, const ScaleRule& rule, bool power_o
     return bits < 0x7f800000u ? __uint_as_float((bits + 0x007fffffu) & 0xff800000u) : scale;
 }
 
+// The same number, for kernels in which every lane computes one: a power of two needs no division. Of two floats the
+// quotient of the mantissas, rounded to nearest, is more than one if and only if the first mantissa is the larger one.
+// (Where one thread of many computes it, this form costs more registers than it saves time.)
+template <bool kPowerOfTwo>
+__device__ inline float scale_of_lane(float amax, const ScaleRule& rule) {
+    constexpr int kMantissa = 0x007fffff, kExponent = 0x7f800000;
+    if constexpr (!kPowerOfTwo)
+        return scale_of(amax, rule, false);
+    // fmaxf would lose NaN.
+    amax = amax < rule.amax_floor ? rule.amax_floor : amax;
+    const int bits = __float_as_int(amax), divisor = __float_as_int(rule.divisor);
+    if (bits >= kExponent)
+        return __fadd_rn(amax, amax);  // infinity stays, and NaN is the one that a division gives
+    const int exponent = ((bits + kMantissa - (divisor & kMantissa)) & kExponent) - (divisor & kExponent);
+    const int least = (__float_as_int(rule.scale_floor) + kMantissa) & kExponent;
+    return __int_as_float(max(exponent + __float_as_int(1.f), least));
+}
+
 // What `apply` multiplies with (a power of two: exact) or divides by.
 __device__ inline float factor_of(float scale, bool power_of_two) {
     if (!power_of_two)
