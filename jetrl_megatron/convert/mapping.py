@@ -88,6 +88,11 @@ class HfMapping:
         self._embedding, self._head = self.targets(EMBEDDING)[0], self.targets(HEAD)[0]
 
     @property
+    def embedding_module(self) -> str:
+        """Hugging Face name of the embedding's module, e.g. "model.embed_tokens"."""
+        return self._embedding.rpartition(".")[0]
+
+    @property
     def head_module(self) -> str:
         """Hugging Face name of the head's module, e.g. "lm_head"."""
         return self._head.rpartition(".")[0]

@@ -48,8 +48,8 @@ class ExportPlan:
 
     Attributes:
         tensors: every tensor, by Hugging Face name.
-        ignored: Hugging Face module names that stay BF16, as engines want them listed; () where only the modules that
-            every engine leaves alone do.
+        ignored: Hugging Face names of the linears that stay BF16, as engines want them listed, routers and the head
+            included; () where it is the head alone, which every engine leaves alone.
     """
 
     tensors: Mapping[str, TensorSpec]
@@ -147,14 +147,12 @@ def plan_export(hf: HfModel, mapping: HfMapping, linears: Iterable[str], recipe:
     """
     linears = sorted(set(linears))
     check_ignore(recipe, linears)
-    quantized: set[str] = set()
-    ignored: list[str] = []
-    for module in linears:
-        weights = mapping.targets(module + WEIGHT)
-        if recipe.quantizes(module, mapping.num_layers):
-            quantized.update(weights)
-        else:
-            ignored += [name.removesuffix(WEIGHT) for name in weights]
+    quantized = {
+        name
+        for module in linears
+        if recipe.quantizes(module, mapping.num_layers)
+        for name in mapping.targets(module + WEIGHT)
+    }
     tensors: dict[str, TensorSpec] = {}
     for name in mapping.untied_names(hf.shapes):
         shape = hf.shapes[name]
@@ -164,7 +162,7 @@ def plan_export(hf: HfModel, mapping: HfMapping, linears: Iterable[str], recipe:
         tensors[name] = TensorSpec(shape, torch.float8_e4m3fn)
         scale_shape = tuple(ceil_div(size, block) for size, block in zip(shape, recipe.weight_block, strict=True))
         tensors[scale_name(name)] = TensorSpec(scale_shape, torch.float32)
-    return ExportPlan(tensors, _with_head(ignored, mapping))
+    return ExportPlan(tensors, _bf16_linears(tensors, mapping))
 
 
 def text_table(rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> str:
@@ -193,6 +191,13 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
-def _with_head(ignored: list[str], mapping: HfMapping) -> tuple[str, ...]:
+def _bf16_linears(tensors: Mapping[str, TensorSpec], mapping: HfMapping) -> tuple[str, ...]:
+    # Routers among them: vLLM builds some families' routers as linears like any other, and would cast one to FP8.
+    linears = [
+        name.removesuffix(WEIGHT)
+        for name, spec in tensors.items()
+        if name.endswith(WEIGHT) and len(spec.shape) == 2 and spec.dtype != torch.float8_e4m3fn
+    ]
+    inner = [name for name in linears if name not in (mapping.embedding_module, mapping.head_module)]
     # transformers leaves the head alone by itself only as long as no list is given.
-    return (*ignored, mapping.head_module) if ignored else ()
+    return (*inner, mapping.head_module) if inner else ()

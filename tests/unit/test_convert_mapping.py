@@ -21,6 +21,7 @@ from jetrl_megatron import JETRL_FP8, Fp8BlockRecipe, quantize_weight
 from jetrl_megatron.convert.hf_model import HfModel, open_hf_model
 from jetrl_megatron.convert.mapping import HfMapping, LogicalMatrix
 from jetrl_megatron.convert.plan import TensorSpec, plan_export
+from tests.unit.family_models import WHOLE_TILES, family_configs
 
 QKV = "decoder.layers.0.self_attention.linear_qkv"
 FC1 = "decoder.layers.0.mlp.linear_fc1"
@@ -142,6 +143,15 @@ def test_plan_lists_ignored_modules_by_hugging_face_names() -> None:
     attention = {f"model.layers.{layer}.self_attn.{part}_proj" for layer in (0, 1) for part in "qkv"}
     rest = {f"model.layers.1.{name}" for name in ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")}
     assert set(plan.ignored) == attention | rest | {"lm_head"}
+
+
+def test_plan_lists_routers_which_engines_build_as_linears() -> None:
+    hf = opened(family_configs(WHOLE_TILES)["qwen3_moe"], "Qwen3MoeForCausalLM")
+    experts = [f"decoder.layers.{n}.mlp.experts.local_experts.{e}.linear_fc1" for n in range(2) for e in range(4)]
+    plan = plan_export(hf, HfMapping(hf), [*experts, *(name.replace("fc1", "fc2") for name in experts)], JETRL_FP8)
+    routers = {f"model.layers.{layer}.mlp.gate" for layer in range(2)}
+    assert routers | {"lm_head"} <= set(plan.ignored)
+    assert not any("experts" in name for name in plan.ignored)
 
 
 def test_local_and_fused_norm_names_mean_the_same() -> None:
