@@ -238,6 +238,7 @@ def test_files_do_not_depend_on_the_layout_exact(ranks: dict[str, Any], model: s
 
 
 def test_tied_model_has_one_embedding_and_every_norm(ranks: dict[str, Any]) -> None:
+    """Model-Optimizer#876, Megatron-Bridge#919, Megatron-Bridge#4694."""
     folder = ranks["root"] / "converted/qwen2_pp2_vpp2"
     tensors = load_file(folder / "model.safetensors")
     assert list(tensors["model.embed_tokens.weight"].shape) == [300, 896]

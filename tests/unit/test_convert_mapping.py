@@ -62,6 +62,7 @@ def linear_names(layers: int) -> list[str]:
 
 
 def test_split_qkv_by_groups_exact() -> None:
+    """NeMo-RL#2802, sglang#35703."""
     hf = llama(num_attention_heads=4, num_key_value_heads=2, head_dim=128)
     # q0 q1 k0 v0 q2 q3 k1 v1, one value for each tile.
     stored = torch.arange(8.0).repeat_interleave(128)
@@ -78,6 +79,7 @@ def test_split_qkv_by_groups_exact() -> None:
 
 
 def test_split_fc1_into_halves_exact() -> None:
+    """Megatron-LM#360."""
     hf = llama(num_attention_heads=4, num_key_value_heads=2)
     stored = torch.arange(8.0, dtype=torch.bfloat16).repeat_interleave(128)[:, None].expand(-1, 256)
     parts = split(hf, f"{FC1}.weight", stored)
@@ -89,6 +91,7 @@ def test_split_fc1_into_halves_exact() -> None:
 
 
 def test_half_billion_scales_and_biases() -> None:
+    """Megatron-Bridge#5757, vllm#52915, torchtune#2233."""
     hf = qwen2_half_billion()
     heads = {f"{ATTENTION}.q_proj": [7, 7], f"{ATTENTION}.k_proj": [1, 7], f"{ATTENTION}.v_proj": [1, 7]}
     weights = split(hf, f"{QKV}.weight", torch.randn(1152, 896))
@@ -106,6 +109,7 @@ def test_half_billion_scales_and_biases() -> None:
 
 
 def test_few_kv_heads_scale_shapes() -> None:
+    """modelexpress#650."""
     hf = llama(hidden_size=1536, num_attention_heads=12, num_key_value_heads=2, head_dim=128)
     parts = split(hf, f"{QKV}.weight", torch.randn(2048, 1536))
     shapes = [list(quantize_weight(part, JETRL_FP8).scale.shape) for part in parts.values()]
@@ -113,6 +117,7 @@ def test_few_kv_heads_scale_shapes() -> None:
 
 
 def test_split_cuts_the_padded_vocabulary() -> None:
+    """Megatron-Bridge#5375."""
     hf = qwen2_half_billion()
     padded = torch.empty(152064, 896, dtype=torch.bfloat16)
     padded[151935] = 1
@@ -124,6 +129,7 @@ def test_split_cuts_the_padded_vocabulary() -> None:
 
 
 def test_plan_of_24_layers_has_every_norm_and_one_embedding() -> None:
+    """Model-Optimizer#876, Megatron-Bridge#919, Megatron-Bridge#4694."""
     hf = qwen2_half_billion()
     plan = plan_export(hf, HfMapping(hf), linear_names(24), JETRL_FP8)
     norms = [name for name in plan.tensors if name.endswith("norm.weight")]
@@ -198,6 +204,7 @@ def test_experts_have_one_name_in_every_class(stored: str) -> None:
 
 
 def test_router_bias_keeps_float32_exact() -> None:
+    """sglang#37133."""
     glm = HfMapping(opened(Glm4MoeConfig(n_routed_experts=4), "Glm4MoeForCausalLM"))
     bias = torch.tensor([1 + 2**-20, -3.0, 0.1, 7.0])
     (matrix,) = glm.split("decoder.layers.2.mlp.router.expert_bias", bias)

@@ -78,6 +78,7 @@ def test_checkpoint_refuses_to_choose_an_iteration(tmp_path: Path, tensors: dict
 
 
 def test_checkpoint_names_the_missing_file(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Megatron-LM#5844."""
     folder = save_torch_dist(tmp_path / "ck", tensors)
     (folder / "__0_0.distcp").unlink()
     with pytest.raises(ValueError, match=r"ck/__0_0\.distcp is missing"):

@@ -146,6 +146,7 @@ def test_inspect_names_each_contradiction(
     spoil: Callable[[Path], None],
     faults: list[str],
 ) -> None:
+    """vllm#46311, vllm#45835, vllm#47116, verl#7224."""
     folder = Path(shutil.copytree(export, tmp_path / "out"))
     spoil(folder)
     assert main(["inspect", str(folder)]) == 1

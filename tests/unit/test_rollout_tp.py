@@ -60,6 +60,7 @@ def test_check_rollout_tp_half_billion_at_two_names_the_cut() -> None:
 
 @pytest.mark.parametrize(("width", "tp", "cut", "legal"), [(768, 4, 192, "1, 2"), (1408, 2, 704, "1")])
 def test_check_rollout_tp_expert_width_names_the_cut(width: int, tp: int, cut: int, legal: str) -> None:
+    """vllm#44763."""
     config = {**QWEN3_30B_A3B, "moe_intermediate_size": width}
     with pytest.raises(ValueError, match=rf"experts' down_proj: {width} / {tp} = {cut} .*128; use rollout TP {legal}$"):
         check_rollout_tp(config, tp, JETRL_FP8)

@@ -106,6 +106,7 @@ def _fp8_embedding(tensors: dict[str, torch.Tensor]) -> None:
 def test_check_rollout_folder_names_each_fault(
     tmp_path: Path, spoil: Callable[[dict[str, torch.Tensor]], None], message: str
 ) -> None:
+    """vllm#46311, vllm#45835, vllm#47116."""
     tensors = _tensors()
     spoil(tensors)
     with pytest.raises(ValueError, match=message):
