@@ -55,6 +55,7 @@ class ConvertOptions:
     recipe_fields: Mapping[str, Any] | None = None
     tokenizer_from: str | os.PathLike[str] | None = None
     rollout_tp: int | None = None
+    scale_dtype: str = "float32"
     max_shard_size: int = SHARD_BYTES
     workers: int | None = None
 
@@ -80,7 +81,7 @@ class Job:
     @property
     def config(self) -> dict[str, Any]:
         """Content of config.json."""
-        return export_config(self.hf, self.recipe, self.plan.ignored)
+        return export_config(self.hf, self.recipe, self.plan)
 
 
 def prepare_job(
@@ -90,6 +91,7 @@ def prepare_job(
     linears: list[str],
     tokenizer_from: str | os.PathLike[str] | None,
     rollout_tp: int | None,
+    scale_dtype: str,
 ) -> Job:
     """Checks everything that can be checked before the first weight is read.
 
@@ -105,7 +107,7 @@ def prepare_job(
     if rollout_tp is not None:
         check_rollout_tp(hf.config, rollout_tp, recipe)
     mapping = HfMapping(hf)
-    return Job(hf, recipe, mapping, plan_export(hf, mapping, linears, recipe), files)
+    return Job(hf, recipe, mapping, plan_export(hf, mapping, linears, recipe, scale_dtype), files)
 
 
 def open_conversion(src: str | os.PathLike[str], out: str | os.PathLike[str], options: ConvertOptions) -> Conversion:
@@ -120,7 +122,9 @@ def open_conversion(src: str | os.PathLike[str], out: str | os.PathLike[str], op
     recipe = choose_recipe(source.folder, options.recipe, options.recipe_fields)
     modules = {parameter.name.rpartition(".")[0] for parameter in source.parameters}
     linears = sorted(filter(is_decoder_linear, modules))
-    job = prepare_job(out, options.hf_config, recipe, linears, options.tokenizer_from, options.rollout_tp)
+    job = prepare_job(
+        out, options.hf_config, recipe, linears, options.tokenizer_from, options.rollout_tp, options.scale_dtype
+    )
     return Conversion(
         out=Path(out),
         job=job,

@@ -50,10 +50,12 @@ class ExportPlan:
         tensors: every tensor, by Hugging Face name.
         ignored: Hugging Face names of the linears that stay BF16, as engines want them listed, routers and the head
             included; () where it is the head alone, which every engine leaves alone.
+        scale_dtype: of the scales.
     """
 
     tensors: Mapping[str, TensorSpec]
     ignored: tuple[str, ...]
+    scale_dtype: torch.dtype = torch.float32
 
     @property
     def nbytes(self) -> int:
@@ -136,15 +138,20 @@ class ExportPlan:
             )
 
 
-def plan_export(hf: HfModel, mapping: HfMapping, linears: Iterable[str], recipe: Fp8BlockRecipe) -> ExportPlan:
+def plan_export(
+    hf: HfModel, mapping: HfMapping, linears: Iterable[str], recipe: Fp8BlockRecipe, scale_dtype: str = "float32"
+) -> ExportPlan:
     """Plans the export of a model.
 
     Args:
         linears: Megatron names of all decoder linears of the model.
+        scale_dtype: in which scales are stored.
 
     Raises:
-        ValueError: a pattern of recipe.ignore matches none of them.
+        ValueError: a pattern of recipe.ignore matches none of them, or scale_dtype cannot hold the recipe's scales.
     """
+    recipe.check_scale_dtype(scale_dtype)
+    stored_scale = getattr(torch, scale_dtype)
     linears = sorted(set(linears))
     check_ignore(recipe, linears)
     quantized = {
@@ -161,8 +168,8 @@ def plan_export(hf: HfModel, mapping: HfMapping, linears: Iterable[str], recipe:
             continue
         tensors[name] = TensorSpec(shape, torch.float8_e4m3fn)
         scale_shape = tuple(ceil_div(size, block) for size, block in zip(shape, recipe.weight_block, strict=True))
-        tensors[scale_name(name)] = TensorSpec(scale_shape, torch.float32)
-    return ExportPlan(tensors, _bf16_linears(tensors, mapping))
+        tensors[scale_name(name)] = TensorSpec(scale_shape, stored_scale)
+    return ExportPlan(tensors, _bf16_linears(tensors, mapping), stored_scale)
 
 
 def text_table(rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> str:

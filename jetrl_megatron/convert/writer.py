@@ -25,11 +25,8 @@ SHARD_BYTES = 5 * 10**9
 _FORMAT_VERSION = 1
 
 
-def export_config(hf: HfModel, recipe: Fp8BlockRecipe, ignored: tuple[str, ...]) -> dict[str, Any]:
+def export_config(hf: HfModel, recipe: Fp8BlockRecipe, plan: ExportPlan) -> dict[str, Any]:
     """config.json of an export.
-
-    Args:
-        ignored: Hugging Face module names that stay BF16.
 
     Returns:
         the model's own fields with "dtype" bfloat16, the recipe's "quantization_config", and "jetrl": version of this
@@ -40,7 +37,9 @@ def export_config(hf: HfModel, recipe: Fp8BlockRecipe, ignored: tuple[str, ...])
         **fields,
         "dtype": "bfloat16",
         "tie_word_embeddings": hf.tied,
-        "quantization_config": recipe.to_vllm_quantization_config(ignored),
+        "quantization_config": recipe.to_vllm_quantization_config(
+            plan.ignored, str(plan.scale_dtype).removeprefix("torch.")
+        ),
         "jetrl": {"version": _FORMAT_VERSION, **recipe.to_stamp()},
     }
 

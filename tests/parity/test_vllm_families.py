@@ -26,7 +26,9 @@ MINUTES = 6
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
 DRAFTS = ("glm4_moe", "deepseek_v3")
-BF16_EXPERTS = "-bf16-experts"
+BF16_EXPERTS, EXPONENTS = "-bf16-experts", "-exponents"
+WITH_EXPONENTS = ("qwen3", "glm4_moe")
+"""Families that are exported a second time, with scales of one byte."""
 NO_KERNEL = "vLLM's CPU backend runs routed experts as W8A16; serve this model on a GPU, or keep the experts in BF16"
 """The plugin's refusal: what this CPU would compute is not what training computes."""
 
@@ -45,6 +47,8 @@ def cases() -> dict[str, dict[str, Any]]:
     names |= {f"draft {family}": (family, "draft", False) for family in DRAFTS}
     names |= {f"serve {family}": (family, "serve", False) for family in (*DENSE, *EXPERTS)}
     names |= {f"serve {family}{BF16_EXPERTS}": (family + BF16_EXPERTS, "serve", False) for family in EXPERTS}
+    names |= {f"load {family}{EXPONENTS}": (family + EXPONENTS, "load", False) for family in WITH_EXPONENTS}
+    names[f"serve qwen3{EXPONENTS}"] = (f"qwen3{EXPONENTS}", "serve", False)
     names["serve mla"] = ("deepseek_v3" + BF16_EXPERTS, "serve", True)
     return {name: {"folder": folder, "how": how, "mla": mla} for name, (folder, how, mla) in names.items()}
 
@@ -59,7 +63,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         export_of_family(config, root, root / family)
         if family in EXPERTS:
             bf16_experts = Fp8BlockRecipe(ignore=("*.mlp.experts.*",))
-            export_of_family(config, root, root / (family + BF16_EXPERTS), bf16_experts)
+            export_of_family(config, root, root / (family + BF16_EXPERTS), recipe=bf16_experts)
+        if family in WITH_EXPONENTS:
+            export_of_family(config, root, root / (family + EXPONENTS), scale_dtype="float8_e8m0fnu")
     requests = [{**case, "folder": str(root / case["folder"])} for case in cases().values()]
     (root / "request.json").write_text(json.dumps(requests))
     command = [sys.executable, "-m", "tests.parity.family_engines", str(root)]
@@ -77,12 +83,12 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 
 
 def assert_held(held: dict[str, torch.Tensor], stored: dict[str, torch.Tensor]) -> None:
-    """The same names, shapes and values, bit for bit where dtypes agree: routers may be held in float32."""
+    """The same names, shapes and values, where routers and exponents may be held in float32."""
     assert held.keys() == stored.keys()
     for name, tensor in stored.items():
         assert held[name].shape == tensor.shape, name
-        same_dtype = held[name].dtype == tensor.dtype
-        assert same_dtype or (".gate." in name and held[name].dtype == torch.float32), name
+        widened = ".gate." in name or tensor.dtype == torch.float8_e8m0fnu
+        assert held[name].dtype == tensor.dtype or (widened and held[name].dtype == torch.float32), name
         assert torch.equal(held[name].float(), tensor.float()), name
     assert any(name.endswith("weight_scale_inv") for name in held)
 
@@ -98,7 +104,7 @@ def test_every_family_is_served_or_refused() -> None:
     assert {*DENSE, *EXPERTS} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("family", [*DENSE, *EXPERTS])
+@pytest.mark.parametrize("family", [*DENSE, *EXPERTS, *(family + EXPONENTS for family in WITH_EXPONENTS)])
 def test_vllm_holds_every_tensor_of_the_export_exact(outcomes: dict[str, Outcome], family: str) -> None:
     outcome = outcomes[f"load {family}"]
     assert "error" not in outcome.result, outcome.result
@@ -120,7 +126,7 @@ def test_vllm_holds_the_layer_of_multi_token_prediction_exact(outcomes: dict[str
     )
 
 
-@pytest.mark.parametrize("export", [*DENSE, *(family + BF16_EXPERTS for family in EXPERTS)])
+@pytest.mark.parametrize("export", [*DENSE, f"qwen3{EXPONENTS}", *(family + BF16_EXPERTS for family in EXPERTS)])
 def test_vllm_generates_with_the_linears_of_the_export_exact(outcomes: dict[str, Outcome], export: str) -> None:
     outcome = outcomes[f"serve {export}"]
     assert "error" not in outcome.result, outcome.result
@@ -129,6 +135,12 @@ def test_vllm_generates_with_the_linears_of_the_export_exact(outcomes: dict[str,
     stored = {name: outcome.stored[name] for name in outcome.stored if name.removesuffix("_scale_inv") in scaled}
     held = {name: tensor for name, tensor in outcome.held.items() if not name.endswith(".bias")}
     assert_held(held, {name: tensor for name, tensor in stored.items() if not is_draft(name)})
+
+
+def test_vllm_generates_the_same_from_scales_of_one_byte_exact(outcomes: dict[str, Outcome]) -> None:
+    stored = outcomes[f"load qwen3{EXPONENTS}"].stored
+    assert {tensor.dtype for name, tensor in stored.items() if name.endswith("_inv")} == {torch.float8_e8m0fnu}
+    assert outcomes[f"serve qwen3{EXPONENTS}"].result == outcomes["serve qwen3"].result
 
 
 @pytest.mark.parametrize("family", EXPERTS)

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from jetrl_megatron import JETRL_FP8, Fp8BlockRecipe, quantize_weight
+from jetrl_megatron import JETRL_FP8, quantize_weight
 from jetrl_megatron.convert.export import convert_checkpoint
 from tests.unit.megatron_layouts import Layout, megatron_parameters, save_torch_dist
 
@@ -154,11 +154,11 @@ def assert_same_tensors(actual: dict[str, torch.Tensor], expected: dict[str, tor
         assert torch.equal(actual[name].view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
 
 
-def export_of_family(config: PretrainedConfig, work: Path, out: Path, recipe: Fp8BlockRecipe = JETRL_FP8) -> Model:
-    """Converts a random model's checkpoint of two tensor-parallel ranks; returns the model."""
+def export_of_family(config: PretrainedConfig, work: Path, out: Path, **options: Any) -> Model:
+    """Converts a random model's checkpoint of two tensor-parallel ranks, with options of the conversion."""
     source = work / f"{out.name}-source"
     model = Model(config, source / "hf")
     parameters = megatron_parameters(model.tensors, config, fused=False)
     save_torch_dist(source / "ck", parameters, config, Layout(tp=2), stacked=config.model_type not in MIXED)
-    convert_checkpoint(source / "ck", out, hf_config=source / "hf", recipe=recipe)
+    convert_checkpoint(source / "ck", out, hf_config=source / "hf", **options)
     return model

@@ -19,7 +19,11 @@ pytest.importorskip("accelerate")
 CONFIGS = family_configs(WHOLE_TILES)
 # kv_lora_rank and this make the rows of kv_a_proj_with_mqa, here whole tiles.
 CONFIGS["deepseek_v3"] = family_configs({**WHOLE_TILES, "qk_rope_head_dim": 128})["deepseek_v3"]
+EXPONENTS = "-exponents"
 CUT_TILE = "deepseek_v3, kv_a_proj_with_mqa of 4.5 tiles"
+WITH_EXPONENTS = ("qwen3", "glm4_moe")
+"""Families that are exported a second time, with scales of one byte."""
+EXPORTS = [*CONFIGS, *(family + EXPONENTS for family in WITH_EXPONENTS)]
 LAYERS = WHOLE_TILES["num_hidden_layers"]
 
 
@@ -29,7 +33,9 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     configs = {**CONFIGS, CUT_TILE: family_configs(WHOLE_TILES)["deepseek_v3"]}
     for name, config in configs.items():
         export_of_family(config, root, root / name)
-    return {name: root / name for name in configs}
+    for family in WITH_EXPONENTS:
+        export_of_family(CONFIGS[family], root, root / (family + EXPONENTS), scale_dtype="float8_e8m0fnu")
+    return {path.name: path for path in root.iterdir() if (path / "config.json").exists()}
 
 
 def is_draft(name: str) -> bool:
@@ -50,19 +56,21 @@ def unstacked(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_transformers_loads_and_runs_every_family_exact(exports: dict[str, Path], family: str) -> None:
-    model, info = AutoModelForCausalLM.from_pretrained(exports[family], output_loading_info=True)
+@pytest.mark.parametrize("export", EXPORTS)
+def test_transformers_loads_and_runs_every_family_exact(exports: dict[str, Path], export: str) -> None:
+    model, info = AutoModelForCausalLM.from_pretrained(exports[export], output_loading_info=True)
     assert not info["missing_keys"] and not info["mismatched_keys"] and not info["error_msgs"], info
     assert all(map(is_draft, info["unexpected_keys"])), info
-    loaded, stored = unstacked(model), stored_tensors(exports[family])
+    loaded, stored = unstacked(model), stored_tensors(exports[export])
     for name, tensor in stored.items():
         if name.endswith("_scale_inv"):
             continue
         if tensor.dtype == torch.float8_e4m3fn:
             # Without a GPU transformers dequantises to BF16, which is exact for powers of two.
             block = JETRL_FP8.weight_block
-            tensor = BlockScaledTensor(tensor, stored[f"{name}_scale_inv"], block, JETRL_FP8).dequantize(torch.bfloat16)
+            tensor = BlockScaledTensor(tensor, stored[f"{name}_scale_inv"].float(), block, JETRL_FP8).dequantize(
+                torch.bfloat16
+            )
         assert torch.equal(loaded[name].float(), tensor.float()), name
     logits = model(input_ids=torch.tensor([[3, 4, 5]])).logits
     assert logits.shape == (1, 3, WHOLE_TILES["vocab_size"]) and logits.isfinite().all()
@@ -73,7 +81,7 @@ def test_transformers_without_a_gpu_refuses_a_cut_tile(exports: dict[str, Path])
         AutoModelForCausalLM.from_pretrained(exports[CUT_TILE])
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, CUT_TILE])
+@pytest.mark.parametrize("name", [*EXPORTS, CUT_TILE])
 def test_transformers_builds_fp8_modules_for_exactly_the_fp8_tensors(exports: dict[str, Path], name: str) -> None:
     config = AutoConfig.from_pretrained(exports[name])
     quantization = FineGrainedFP8Config.from_dict(config.quantization_config)
