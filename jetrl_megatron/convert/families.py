@@ -13,6 +13,7 @@ FAMILIES = (
     "qwen3",
     "qwen3_moe",
     "mixtral",
+    "glm4",
     "gemma2",
     "gemma3_text",
     "glm4_moe",

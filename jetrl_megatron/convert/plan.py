@@ -18,6 +18,7 @@ from jetrl_megatron.convert.mapping import HfMapping
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.tensor import ceil_div
 
+_MERGED_HALVES = ".gate_up_proj.weight"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 DTYPE_NAMES = {
@@ -160,6 +161,7 @@ def plan_export(
         if recipe.quantizes(module, mapping.num_layers)
         for name in mapping.targets(module + WEIGHT)
     }
+    _check_merged_halves({name: hf.shapes[name] for name in quantized & hf.shapes.keys()}, recipe)
     tensors: dict[str, TensorSpec] = {}
     for name in mapping.untied_names(hf.shapes):
         shape = hf.shapes[name]
@@ -196,6 +198,18 @@ def count_of(number: int, what: str) -> str:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+def _check_merged_halves(shapes: Mapping[str, tuple[int, ...]], recipe: Fp8BlockRecipe) -> None:
+    """Refuses a matrix of gate above up in which a tile spans both: training quantises them apart."""
+    for name, shape in shapes.items():
+        width = shape[0] // 2
+        if name.endswith(_MERGED_HALVES) and width % recipe.block:
+            raise ValueError(
+                f"{name} holds gate above up, {width} rows each, no multiple of the tile {recipe.block}: one scale "
+                "would serve rows of both, which training does not compute with and vLLM cannot serve; keep it in BF16 "
+                "(ignore '*.linear_fc1')"
+            )
 
 
 def _bf16_linears(tensors: Mapping[str, TensorSpec], mapping: HfMapping) -> tuple[str, ...]:

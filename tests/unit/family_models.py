@@ -13,6 +13,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4Config,
     Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
@@ -42,6 +43,7 @@ RAGGED: dict[str, Any] = {
     "qk_rope_head_dim": 32,
     "v_head_dim": 16,
     "qwen2": {"num_attention_heads": 12, "head_dim": 16},
+    "glm4": {"intermediate_size": 256},
 }
 """Widths that are no multiple of a tile, on one rank or on all."""
 WHOLE_TILES: dict[str, Any] = {
@@ -60,20 +62,21 @@ WHOLE_TILES: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
     "qwen2": {"num_attention_heads": 2, "num_key_value_heads": 1},
+    "glm4": {},
 }
 """Widths that engines serve: whole tiles."""
 MIXED = ("glm4_moe", "deepseek_v3")
 """Families with dense layers among those with experts."""
-DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "glm4", "gemma2", "gemma3_text")
 _EXPERT_KEYS = ("moe_intermediate_size",)
 _LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-# Engines take a Qwen2's head size to be hidden size / heads.
-_OWN = "qwen2"
+# Engines take a Qwen2's head size to be hidden size / heads; a GLM-4 has gate and up in one matrix of whole tiles.
+_OWN = ("qwen2", "glm4")
 
 
 def family_configs(sizes: dict[str, Any]) -> dict[str, PretrainedConfig]:
     """A configuration of every family, by its model_type."""
-    common = {key: value for key, value in sizes.items() if key not in (*_EXPERT_KEYS, *_LATENT_KEYS, _OWN)}
+    common = {key: value for key, value in sizes.items() if key not in (*_EXPERT_KEYS, *_LATENT_KEYS, *_OWN)}
     common |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     experts = {"num_experts_per_tok": 2, **{key: sizes[key] for key in _EXPERT_KEYS}}
     shared = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
@@ -85,10 +88,11 @@ def family_configs(sizes: dict[str, Any]) -> dict[str, PretrainedConfig]:
     return {
         "llama": LlamaConfig(**common, **untied),
         "mistral": MistralConfig(**common, **untied),
-        "qwen2": Qwen2Config(**{**common, **sizes[_OWN]}, tie_word_embeddings=True),
+        "qwen2": Qwen2Config(**{**common, **sizes["qwen2"]}, tie_word_embeddings=True),
         "qwen3": Qwen3Config(**common, **untied),
         "qwen3_moe": Qwen3MoeConfig(**common, **experts, **untied, num_experts=4),
         "mixtral": MixtralConfig(**common, **untied, num_local_experts=4),
+        "glm4": Glm4Config(**{**common, **sizes["glm4"]}, **untied, attention_bias=True),
         "gemma2": Gemma2Config(**common),
         "gemma3_text": Gemma3TextConfig(**common),
         "glm4_moe": Glm4MoeConfig(**common, **experts, **shared, **untied, attention_bias=True, use_qk_norm=True),
@@ -104,7 +108,9 @@ def _tile_factors(shape: torch.Size, seed: int) -> torch.Tensor:
     return torch.exp2((3 * rows[:, None] + 5 * columns + seed) % 7 - 3).bfloat16()
 
 
-_LINEAR = re.compile(r"\.(((q|k|v|o|gate|up|down|q_a|q_b|kv_b)_proj)|kv_a_proj_with_mqa|experts\.\d+\.w[123])\.weight$")
+_LINEAR = re.compile(
+    r"\.((([qkvo]|gate|up|gate_up|down|q_a|q_b|kv_b)_proj)|kv_a_proj_with_mqa|experts\.\d+\.w[123])\.weight$"
+)
 
 
 class Model:

@@ -12,12 +12,14 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    PhiConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
 )
 
 from jetrl_megatron import JETRL_FP8, Fp8BlockRecipe, quantize_weight
+from jetrl_megatron.convert.families import family_bridge
 from jetrl_megatron.convert.hf_model import HfModel, open_hf_model
 from jetrl_megatron.convert.mapping import HfMapping, LogicalMatrix
 from jetrl_megatron.convert.plan import TensorSpec, plan_export
@@ -185,9 +187,24 @@ def test_split_refuses_stored_fp8() -> None:
 
 
 def test_unknown_family_is_refused_by_name() -> None:
-    hf = opened(Glm4Config(num_hidden_layers=1), "Glm4ForCausalLM")
-    with pytest.raises(ValueError, match=r"'glm4' is no family .*llama, mistral, .*v3.*save_hf_pretrained"):
+    hf = opened(PhiConfig(num_hidden_layers=1), "PhiForCausalLM")
+    with pytest.raises(ValueError, match=r"'phi' is no family .*llama, mistral, .*v3.*save_hf_pretrained"):
         HfMapping(hf)
+
+
+def test_plan_refuses_a_tile_of_gate_and_up() -> None:
+    hf = opened(Glm4Config(num_hidden_layers=1, hidden_size=256, intermediate_size=320), "Glm4ForCausalLM")
+    with pytest.raises(ValueError, match=r"gate_up_proj\.weight holds gate above up, 320 rows each, no multiple .*128"):
+        plan_export(hf, HfMapping(hf), [FC1], JETRL_FP8)
+    plan = plan_export(hf, HfMapping(hf), [FC1], Fp8BlockRecipe(ignore=("*.linear_fc1",)))
+    assert plan.tensors["model.layers.0.mlp.gate_up_proj.weight"] == TensorSpec((640, 256), torch.bfloat16)
+
+
+def test_bridge_builds_no_glm4_without_its_norms() -> None:
+    hf = opened(Glm4Config(num_hidden_layers=1), "Glm4ForCausalLM")
+    provider = family_bridge(hf.config).to_megatron_provider(load_weights=False)
+    with pytest.raises(ValueError, match="no layer with GLM-4's norms behind attention and MLP"):
+        provider.transformer_layer_spec(provider)
 
 
 @pytest.mark.parametrize("stored", ["experts.linear_fc1.weight3", "experts.local_experts.3.linear_fc1.weight"])
