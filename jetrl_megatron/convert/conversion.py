@@ -43,6 +43,7 @@ COMMIT_SECONDS = 2.0
 
 _MOST_WORKERS = 8
 _SHOWN = 8
+_LONGEST = 300
 _MOST_TP = 64
 
 
@@ -206,7 +207,7 @@ class Conversion:
         lines = differing_headers(folder, self.job.plan)
         stored, config = read_config(folder), self.job.config
         fields = sorted(key for key in {*stored, *config} if stored.get(key) != config.get(key))
-        lines += [f"config.json: {key} is {stored.get(key)}, not {config.get(key)}" for key in fields]
+        lines += [f"config.json: {key} is {_brief(stored.get(key))}, not {_brief(config.get(key))}" for key in fields]
         if lines:
             return lines
         share = share_of(self.tasks, ranks.rank, ranks.size)
@@ -279,6 +280,11 @@ class Conversion:
             # Not a ValueError, after which the work would be removed.
             raise FileExistsError(f"{error}; it appeared during the conversion, whose work is kept") from error
         work.publish()
+
+
+def _brief(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def servable_tps(hf_config: Any, recipe: Fp8BlockRecipe) -> list[int]:

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from jetrl_megatron.convert.files import INDEX, SINGLE
 from jetrl_megatron.convert.fp8_weights import SCALE, WEIGHT, scale_name
 from jetrl_megatron.convert.plan import count_of, text_table
-from jetrl_megatron.convert.stored import StoredTensor, headers_of, read_config, read_index
+from jetrl_megatron.convert.stored import INDEX, SINGLE, StoredTensor, headers_of, read_config, read_index
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.tensor import ceil_div
 

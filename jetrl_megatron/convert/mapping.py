@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jetrl_megatron.convert.families import family_bridge
-from jetrl_megatron.convert.hf_model import HfModel
+from jetrl_megatron.convert.families import check_family, family_bridge
+from jetrl_megatron.convert.hf_model import HfModel, named_errors
 from jetrl_megatron.convert.parameters import canonical_name, grouped_name
 from jetrl_megatron.layout import qkv_runs
 
@@ -72,7 +72,8 @@ class HfMapping:
     """
 
     def __init__(self, hf: HfModel) -> None:
-        with _without_training_advice():
+        check_family(hf.config)
+        with _without_training_advice(), named_errors(hf.folder):
             bridge = family_bridge(hf.config)
             # The one way to a bridge's mappings without its weights; Bridge has no public one.
             self._registry: Any = bridge._model_bridge.mapping_registry()

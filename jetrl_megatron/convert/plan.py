@@ -149,7 +149,8 @@ def plan_export(
         scale_dtype: in which scales are stored.
 
     Raises:
-        ValueError: a pattern of recipe.ignore matches none of them, or scale_dtype cannot hold the recipe's scales.
+        ValueError: a pattern of recipe.ignore matches none of them, the recipe quantises none, or scale_dtype cannot
+            hold the recipe's scales.
     """
     recipe.check_scale_dtype(scale_dtype)
     stored_scale = getattr(torch, scale_dtype)
@@ -161,6 +162,11 @@ def plan_export(
         if recipe.quantizes(module, mapping.num_layers)
         for name in mapping.targets(module + WEIGHT)
     }
+    if not quantized:
+        raise ValueError(
+            "the recipe keeps every linear in BF16, and nothing is left for an FP8 checkpoint: leave out ignore "
+            "patterns or BF16 layers, or export the model in BF16 with Megatron-Bridge's save_hf_pretrained"
+        )
     _check_merged_halves({name: hf.shapes[name] for name in quantized & hf.shapes.keys()}, recipe)
     tensors: dict[str, TensorSpec] = {}
     for name in mapping.untied_names(hf.shapes):

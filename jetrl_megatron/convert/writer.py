@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from jetrl_megatron.convert.files import INDEX, FileLayout, TensorFiles, lay_out
+from jetrl_megatron.convert.files import FileLayout, TensorFiles, lay_out
 from jetrl_megatron.convert.hf_model import HfModel
 from jetrl_megatron.convert.plan import ExportPlan
+from jetrl_megatron.convert.stored import INDEX
 from jetrl_megatron.recipe import Fp8BlockRecipe
 
 SHARD_BYTES = 5 * 10**9
@@ -60,8 +61,10 @@ def check_parent(out: Path) -> None:
     """Checks that the folder to write into exists.
 
     Raises:
-        ValueError: it does not.
+        ValueError: it does not, or `out` has no name.
     """
+    if not out.name:
+        raise ValueError(f"{out} names no folder to make: choose a name for the export, e.g. {out / 'export'}")
     if not out.parent.is_dir():
         raise ValueError(f"{out.parent} is no folder: create it, or choose another place for the export")
 

@@ -135,6 +135,35 @@ def test_scale_dtype_of_powers_of_two_refuses_other_scales(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{ nonsense", r"config\.json is no JSON file"),
+        ("[]", r"config\.json holds list"),
+        ({"hidden_size": "big"}, r"config\.json makes no model \(\w+: Validation error for field 'hidden_size'"),
+        ({"num_attention_heads": 0}, r"config\.json makes no model \(ZeroDivisionError"),
+        ({"model_type": "nonsense"}, r"config\.json makes no model .*model type `nonsense`"),
+        ({"architectures": ["NopeForCausalLM"]}, r"config\.json makes no model .*'NopeForCausalLM'"),
+        ({"hidden_size": 129}, r"weight is .*256\], and the export wants .*129\]"),
+        ({"num_hidden_layers": 3}, r"lacks 11 tensors of the Hugging Face model, model\.layers\.2\."),
+        ({"num_hidden_layers": 1}, r"has 11 tensors that the Hugging Face model has not, model\.layers\.1\."),
+        ({"num_key_value_heads": 2}, r"linear_qkv has 512 rows; 2 heads, 2 groups and head size 128 make 768"),
+        ({"vocab_size": 1000}, r"embed_tokens\.weight has 512 rows, fewer than config\.json's vocab_size=1000"),
+    ],
+)
+def test_foreign_configuration_is_a_named_error(
+    tmp_path: Path, made: Made, content: Any, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, hf, _ = made
+    (tmp_path / "hf").mkdir()
+    if isinstance(content, dict):
+        content = json.dumps(json.loads((hf / "config.json").read_text()) | content)
+    (tmp_path / "hf/config.json").write_text(content)
+    assert command(source, tmp_path / "hf", tmp_path / "out") == 2
+    assert re.search(message, capsys.readouterr().err.replace("\n", " "))
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
 def test_bf16_layers_are_first_and_last(tmp_path: Path, made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     source, hf, _ = made
     assert command(source, hf, tmp_path / "out", "--bf16-layers", "1/0") == 0
@@ -203,6 +232,7 @@ def test_verify_keeps_a_wrong_export_from_appearing(
         (("--max-shard-size", "many"), "'many' is no size: write e.g. 500MB or 5GB"),
         (("--max-shard-size", "0"), "'0' is no size"),
         (("--bf16-layers", "3"), "'3' is not like 1/2"),
+        (("--bf16-layers", "9/9"), "the recipe keeps every linear in BF16"),
         (("--workers", "0"), "workers=0 must be 1 or more threads"),
     ],
 )

@@ -196,7 +196,8 @@ def test_plan_refuses_a_tile_of_gate_and_up() -> None:
     hf = opened(Glm4Config(num_hidden_layers=1, hidden_size=256, intermediate_size=320), "Glm4ForCausalLM")
     with pytest.raises(ValueError, match=r"gate_up_proj\.weight holds gate above up, 320 rows each, no multiple .*128"):
         plan_export(hf, HfMapping(hf), [FC1], JETRL_FP8)
-    plan = plan_export(hf, HfMapping(hf), [FC1], Fp8BlockRecipe(ignore=("*.linear_fc1",)))
+    linears = [FC1, FC1.replace("fc1", "fc2")]
+    plan = plan_export(hf, HfMapping(hf), linears, Fp8BlockRecipe(ignore=("*.linear_fc1",)))
     assert plan.tensors["model.layers.0.mlp.gate_up_proj.weight"] == TensorSpec((640, 256), torch.bfloat16)
 
 
