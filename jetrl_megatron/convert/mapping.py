@@ -120,8 +120,8 @@ class HfMapping:
         module = parameter.rpartition(".")[0]
         if tensor.dtype not in _FLOATS:
             raise ValueError(
-                f"{parameter} is stored as {tensor.dtype}: its values are unknown without the scales that its trainer "
-                "kept; save the checkpoint with BF16 parameters (fp8_param off)"
+                f"{parameter} is stored as {tensor.dtype}, and parameters are BF16, FP16 or FP32: the values of others "
+                "are unknown without what their trainer kept; save the checkpoint with BF16 parameters (fp8_param off)"
             )
         dtype = torch.float32 if parameter.endswith(_FLOAT32) else torch.bfloat16
         for name, cut in self._parts(parameter):

@@ -162,7 +162,7 @@ def plan_export(
         if recipe.quantizes(module, mapping.num_layers)
         for name in mapping.targets(module + WEIGHT)
     }
-    if not quantized:
+    if linears and not quantized:
         raise ValueError(
             "the recipe keeps every linear in BF16, and nothing is left for an FP8 checkpoint: leave out ignore "
             "patterns or BF16 layers, or export the model in BF16 with Megatron-Bridge's save_hf_pretrained"
