@@ -19,6 +19,12 @@ from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.tensor import ceil_div
 
 _MERGED_HALVES = ".gate_up_proj.weight"
+# Megatron linears that engines put into one layer, which has one precision, and what names all of them.
+_SERVED_AS_ONE = (
+    (re.compile(r"^(.+\.experts)\."), "'*.mlp.experts.*'"),
+    (re.compile(r"^(.+)\.linear_(?:q|kv)_down_proj$"), "'*_down_proj'"),
+)
+_EXPERT = re.compile(r"^(.+\.experts)\.\d+\.")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 DTYPE_NAMES = {
@@ -149,19 +155,16 @@ def plan_export(
         scale_dtype: in which scales are stored.
 
     Raises:
-        ValueError: a pattern of recipe.ignore matches none of them, the recipe quantises none, or scale_dtype cannot
-            hold the recipe's scales.
+        ValueError: a pattern of recipe.ignore matches none of them, the recipe quantises none or a part of what engines
+            make one layer of, or scale_dtype cannot hold the recipe's scales.
     """
     recipe.check_scale_dtype(scale_dtype)
     stored_scale = getattr(torch, scale_dtype)
     linears = sorted(set(linears))
     check_ignore(recipe, linears)
-    quantized = {
-        name
-        for module in linears
-        if recipe.quantizes(module, mapping.num_layers)
-        for name in mapping.targets(module + WEIGHT)
-    }
+    fp8 = {module: recipe.quantizes(module, mapping.num_layers) for module in linears}
+    _check_served_as_one(fp8)
+    quantized = {name for module in linears if fp8[module] for name in mapping.targets(module + WEIGHT)}
     if linears and not quantized:
         raise ValueError(
             "the recipe keeps every linear in BF16, and nothing is left for an FP8 checkpoint: leave out ignore "
@@ -206,6 +209,22 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
+def _check_served_as_one(fp8: Mapping[str, bool]) -> None:
+    """Refuses a recipe that keeps in BF16 a part of what engines make one layer of."""
+    groups: dict[tuple[str, str], dict[bool, str]] = {}
+    for module, quantized in fp8.items():
+        for pattern, way_out in _SERVED_AS_ONE:
+            match = pattern.match(module)
+            if match:
+                groups.setdefault((match[1], way_out), {}).setdefault(quantized, module)
+    for (_, way_out), examples in groups.items():
+        if len(examples) > 1:
+            raise ValueError(
+                f"{examples[True]} is FP8 and {examples[False]} stays BF16, and engines make one layer of both: ignore "
+                f"all of them ({way_out}) or none"
+            )
+
+
 def _check_merged_halves(shapes: Mapping[str, tuple[int, ...]], recipe: Fp8BlockRecipe) -> None:
     """Refuses a matrix of gate above up in which a tile spans both: training quantises them apart."""
     for name, shape in shapes.items():
@@ -226,5 +245,7 @@ def _bf16_linears(tensors: Mapping[str, TensorSpec], mapping: HfMapping) -> tupl
         if name.endswith(WEIGHT) and len(spec.shape) == 2 and spec.dtype != torch.float8_e4m3fn
     ]
     inner = [name for name in linears if name not in (mapping.embedding_module, mapping.head_module)]
+    # transformers asks for the module of all experts, vLLM for the experts.
+    experts = dict.fromkeys(match[1] for name in inner if (match := _EXPERT.match(name)))
     # transformers leaves the head alone by itself only as long as no list is given.
-    return (*inner, mapping.head_module) if inner else ()
+    return (*inner, *experts, mapping.head_module) if inner else ()

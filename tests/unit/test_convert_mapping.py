@@ -28,6 +28,10 @@ from tests.unit.family_models import WHOLE_TILES, family_configs
 QKV = "decoder.layers.0.self_attention.linear_qkv"
 FC1 = "decoder.layers.0.mlp.linear_fc1"
 ATTENTION = "model.layers.0.self_attn"
+LATENT_LINEARS = [
+    *(f"decoder.layers.1.self_attention.linear_{name}_proj" for name in ("q_down", "kv_down", "q_up", "kv_up")),
+    *(f"decoder.layers.1.mlp.experts.local_experts.{expert}.linear_fc{n}" for expert in range(4) for n in (1, 2)),
+]
 LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 
 
@@ -190,6 +194,28 @@ def test_unknown_family_is_refused_by_name() -> None:
     hf = opened(PhiConfig(num_hidden_layers=1), "PhiForCausalLM")
     with pytest.raises(ValueError, match=r"'phi' is no family .*llama, mistral, .*v3.*save_hf_pretrained"):
         HfMapping(hf)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        (
+            "*.experts.*.linear_fc2",
+            r"linear_fc1 is FP8 and .*linear_fc2 stays BF16, .*ignore all of them \('\*\.mlp\.exp",
+        ),
+        ("*.local_experts.3.*", r"local_experts\.0\.linear_fc1 is FP8 and .*local_experts\.3\.linear_fc1 stays BF16"),
+        (
+            "*.linear_q_down_proj",
+            r"linear_kv_down_proj is FP8 and .*linear_q_down_proj stays BF16, .*\('\*_down_proj'\)",
+        ),
+    ],
+)
+def test_plan_refuses_half_of_what_engines_serve_as_one(pattern: str, message: str) -> None:
+    hf = opened(family_configs(WHOLE_TILES)["deepseek_v3"], "DeepseekV3ForCausalLM")
+    with pytest.raises(ValueError, match=message):
+        plan_export(hf, HfMapping(hf), LATENT_LINEARS, Fp8BlockRecipe(ignore=(pattern,)))
+    plan = plan_export(hf, HfMapping(hf), LATENT_LINEARS, Fp8BlockRecipe(ignore=("*.mlp.experts.*", "*_down_proj")))
+    assert {"model.layers.1.mlp.experts", "model.layers.1.mlp.experts.3.up_proj"} <= set(plan.ignored)
 
 
 def test_plan_refuses_a_tile_of_gate_and_up() -> None:

@@ -143,9 +143,7 @@ def test_no_function_of_an_index_is_called(tmp_path: Path, tensors: dict[str, to
     metadata.planner_data = call
     (folder / ".metadata").write_bytes(pickle.dumps(call if whole else metadata))
     if whole:
-        with pytest.raises(
-            ValueError, match=r"\.metadata is no index of .*: it holds mkdir"
-        ):
+        with pytest.raises(ValueError, match=r"\.metadata is no index of .*: it holds mkdir"):
             ShardedCheckpoint(folder)
     else:
         checkpoint = ShardedCheckpoint(folder)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config,
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from jetrl_megatron import JETRL_FP8, BlockScaledTensor
+from jetrl_megatron import JETRL_FP8, BlockScaledTensor, Fp8BlockRecipe
 from tests.unit.family_models import WHOLE_TILES, export_of_family, family_configs
 
 pytest.importorskip("accelerate")
@@ -23,7 +23,12 @@ EXPONENTS = "-exponents"
 CUT_TILE = "deepseek_v3, kv_a_proj_with_mqa of 4.5 tiles"
 WITH_EXPONENTS = ("qwen3", "glm4_moe")
 """Families that are exported a second time, with scales of one byte."""
-EXPORTS = [*CONFIGS, *(family + EXPONENTS for family in WITH_EXPONENTS)]
+WITH_EXPERTS, BF16_EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3"), "-bf16-experts"
+EXPORTS = [
+    *CONFIGS,
+    *(family + EXPONENTS for family in WITH_EXPONENTS),
+    *(family + BF16_EXPERTS for family in WITH_EXPERTS),
+]
 LAYERS = WHOLE_TILES["num_hidden_layers"]
 
 
@@ -35,6 +40,9 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         export_of_family(config, root, root / name)
     for family in WITH_EXPONENTS:
         export_of_family(CONFIGS[family], root, root / (family + EXPONENTS), scale_dtype="float8_e8m0fnu")
+    for family in WITH_EXPERTS:
+        bf16_experts = Fp8BlockRecipe(ignore=("*.mlp.experts.*",))
+        export_of_family(CONFIGS[family], root, root / (family + BF16_EXPERTS), recipe=bf16_experts)
     return {path.name: path for path in root.iterdir() if (path / "config.json").exists()}
 
 
