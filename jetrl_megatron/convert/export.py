@@ -93,8 +93,7 @@ def export_vllm_checkpoint(
         hf_config: the Hugging Face model that is trained.
         recipe: None takes the recipe of the model's FP8 layers; another one is refused.
         tokenizer_from: folder with the tokenizer; None takes the one beside config.json, if there is one.
-        rollout_tp: tensor-parallel size that the engine will use; shapes that it cannot cut are refused.
-        scale_dtype: as for `convert_checkpoint`.
+        rollout_tp, scale_dtype: as for `convert_checkpoint`.
         force: replace an export that is there already.
 
     Returns:
