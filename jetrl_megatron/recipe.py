@@ -25,6 +25,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "saved_activation": ("fp8", "bf16"),
     "wgrad_gradient_source": ("bf16", "fp8"),
 }
+SCALE_DTYPES = ("float32", "float8_e8m0fnu")
+"""Names of the torch dtypes in which an export may store scales; the second is the exponent of a power of two alone."""
 VLLM_CONFIG_KEY = "jetrl"
 """Key of vLLM's `additional_config` under which an engine is told its recipe, and so to run the plugin's operators."""
 VLLM_PROVIDER = "jetrl"
@@ -194,23 +196,50 @@ class Fp8BlockRecipe:
             f"Use one recipe on both sides: export again, or build the model with the recipe of {theirs}"
         )
 
-    def to_vllm_quantization_config(self, ignored_layers: tuple[str, ...] = ()) -> dict[str, Any]:
+    def to_vllm_quantization_config(
+        self, ignored_layers: tuple[str, ...] = (), scale_dtype: str = "float32"
+    ) -> dict[str, Any]:
         """`quantization_config` of an exported config.json: what vLLM, SGLang and transformers call block FP8.
 
         Args:
             ignored_layers: Hugging Face module names that stay BF16. vLLM reads `ignored_layers`, transformers reads
                 `modules_to_not_convert`; both match whole names.
+            scale_dtype: in which the export stores its scales, one of `SCALE_DTYPES`.
+
+        Raises:
+            ValueError: scale_dtype is unknown, or cannot hold the recipe's scales.
         """
+        self.check_scale_dtype(scale_dtype)
         config: dict[str, Any] = {
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
             "fmt": "e4m3",
             "weight_block_size": list(self.weight_block),
         }
+        if scale_dtype != "float32":
+            # By this transformers decides the dtype of its parameters; vLLM turns power-of-two scales on.
+            config["scale_fmt"] = self.scale_format
         if ignored_layers:
             config["ignored_layers"] = list(ignored_layers)
             config["modules_to_not_convert"] = list(ignored_layers)
         return config
+
+    def check_scale_dtype(self, scale_dtype: str) -> None:
+        """Checks that a dtype holds every scale of the recipe.
+
+        Args:
+            scale_dtype: one of `SCALE_DTYPES`.
+
+        Raises:
+            ValueError: it is unknown, or holds powers of two alone and the recipe has other scales.
+        """
+        if scale_dtype not in SCALE_DTYPES:
+            raise ValueError(f"scale_dtype={scale_dtype!r} is not supported: use one of {', '.join(SCALE_DTYPES)}")
+        if scale_dtype != "float32" and self.scale_format != "ue8m0":
+            raise ValueError(
+                f"scale_dtype={scale_dtype!r} holds powers of two alone, and scale_format={self.scale_format!r} has "
+                "other scales: use scale_dtype='float32', or train and export with scale_format='ue8m0'"
+            )
 
     def to_vllm_env(self) -> dict[str, str]:
         """Environment of a vLLM process that serves this recipe.

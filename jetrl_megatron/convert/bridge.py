@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jetrl_megatron.convert.mixtral import register_mixtral
+from jetrl_megatron.convert.own_bridges import register_own_bridges
 
 SUPPORTED_BRIDGE = (0, 6)
 """Release series of Megatron-Bridge whose imports and mappings this module knows: (major, minor)."""
@@ -55,7 +55,7 @@ _TALKATIVE_LOGGERS = (
 
 
 def import_bridge() -> ModuleType:
-    """Imports `megatron.bridge` and registers our linears and Mixtral with it; calling it again costs nothing.
+    """Imports `megatron.bridge` and registers our linears and bridges with it; calling it again costs nothing.
 
     Returns:
         The module `megatron.bridge`.
@@ -69,7 +69,7 @@ def import_bridge() -> ModuleType:
         with quiet_megatron_imports(), _stand_in_for_transformer_engine():
             _import_megatron_bridge()
     _register_module_types()
-    register_mixtral()
+    register_own_bridges()
     return sys.modules["megatron.bridge"]
 
 

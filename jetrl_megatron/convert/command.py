@@ -6,6 +6,8 @@ import argparse
 import re
 from typing import TYPE_CHECKING, Any
 
+from jetrl_megatron.recipe import SCALE_DTYPES
+
 if TYPE_CHECKING:
     from jetrl_megatron.convert.conversion import Conversion
     from jetrl_megatron.convert.ranks import Ranks
@@ -30,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", metavar="DIR", help="folder with the tokenizer (default: that of --hf-config)")
     add("--recipe", metavar="FILE", help="recipe file (default: the one beside the checkpoint)")
     add("--scale-format", choices=("ue8m0", "fp32"), help="scales: powers of two, or any float32")
+    add("--scale-dtype", choices=SCALE_DTYPES, help="in which scales are stored (default: float32)")
     add("--ignore", metavar="PATTERN", nargs="+", help="Megatron linears that stay BF16, e.g. '*.linear_fc2'")
     add("--bf16-layers", metavar="FIRST/LAST", type=_pair, help="numbers of first and last layers that stay BF16")
     add("--bf16-start", metavar="N", type=int, help="number of first layers alone")
@@ -91,6 +94,7 @@ def _options(arguments: argparse.Namespace, fields: dict[str, Any]) -> Any:
         recipe_fields=fields,
         tokenizer_from=arguments.tokenizer,
         rollout_tp=arguments.rollout_tp,
+        scale_dtype=arguments.scale_dtype or SCALE_DTYPES[0],
         max_shard_size=SHARD_BYTES if arguments.max_shard_size is None else arguments.max_shard_size,
         workers=arguments.workers,
     )

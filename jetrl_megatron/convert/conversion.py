@@ -43,6 +43,7 @@ COMMIT_SECONDS = 2.0
 
 _MOST_WORKERS = 8
 _SHOWN = 8
+_LONGEST = 300
 _MOST_TP = 64
 
 
@@ -55,6 +56,7 @@ class ConvertOptions:
     recipe_fields: Mapping[str, Any] | None = None
     tokenizer_from: str | os.PathLike[str] | None = None
     rollout_tp: int | None = None
+    scale_dtype: str = "float32"
     max_shard_size: int = SHARD_BYTES
     workers: int | None = None
 
@@ -80,7 +82,7 @@ class Job:
     @property
     def config(self) -> dict[str, Any]:
         """Content of config.json."""
-        return export_config(self.hf, self.recipe, self.plan.ignored)
+        return export_config(self.hf, self.recipe, self.plan)
 
 
 def prepare_job(
@@ -90,6 +92,7 @@ def prepare_job(
     linears: list[str],
     tokenizer_from: str | os.PathLike[str] | None,
     rollout_tp: int | None,
+    scale_dtype: str,
 ) -> Job:
     """Checks everything that can be checked before the first weight is read.
 
@@ -105,7 +108,7 @@ def prepare_job(
     if rollout_tp is not None:
         check_rollout_tp(hf.config, rollout_tp, recipe)
     mapping = HfMapping(hf)
-    return Job(hf, recipe, mapping, plan_export(hf, mapping, linears, recipe), files)
+    return Job(hf, recipe, mapping, plan_export(hf, mapping, linears, recipe, scale_dtype), files)
 
 
 def open_conversion(src: str | os.PathLike[str], out: str | os.PathLike[str], options: ConvertOptions) -> Conversion:
@@ -120,7 +123,9 @@ def open_conversion(src: str | os.PathLike[str], out: str | os.PathLike[str], op
     recipe = choose_recipe(source.folder, options.recipe, options.recipe_fields)
     modules = {parameter.name.rpartition(".")[0] for parameter in source.parameters}
     linears = sorted(filter(is_decoder_linear, modules))
-    job = prepare_job(out, options.hf_config, recipe, linears, options.tokenizer_from, options.rollout_tp)
+    job = prepare_job(
+        out, options.hf_config, recipe, linears, options.tokenizer_from, options.rollout_tp, options.scale_dtype
+    )
     return Conversion(
         out=Path(out),
         job=job,
@@ -202,7 +207,7 @@ class Conversion:
         lines = differing_headers(folder, self.job.plan)
         stored, config = read_config(folder), self.job.config
         fields = sorted(key for key in {*stored, *config} if stored.get(key) != config.get(key))
-        lines += [f"config.json: {key} is {stored.get(key)}, not {config.get(key)}" for key in fields]
+        lines += [f"config.json: {key} is {_brief(stored.get(key))}, not {_brief(config.get(key))}" for key in fields]
         if lines:
             return lines
         share = share_of(self.tasks, ranks.rank, ranks.size)
@@ -275,6 +280,11 @@ class Conversion:
             # Not a ValueError, after which the work would be removed.
             raise FileExistsError(f"{error}; it appeared during the conversion, whose work is kept") from error
         work.publish()
+
+
+def _brief(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def servable_tps(hf_config: Any, recipe: Fp8BlockRecipe) -> list[int]:

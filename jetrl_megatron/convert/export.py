@@ -32,6 +32,7 @@ def convert_checkpoint(
     recipe_fields: Mapping[str, Any] | None = None,
     tokenizer_from: str | os.PathLike[str] | None = None,
     rollout_tp: int | None = None,
+    scale_dtype: str = "float32",
     max_shard_size: int = SHARD_BYTES,
     workers: int | None = None,
     force: bool = False,
@@ -52,6 +53,7 @@ def convert_checkpoint(
         recipe_fields: single fields to ask for instead of a whole recipe.
         tokenizer_from: folder with the tokenizer; None takes the one beside config.json, if there is one.
         rollout_tp: tensor-parallel size that the engine will use; shapes that it cannot cut are refused.
+        scale_dtype: in which scales are stored; "float8_e8m0fnu", a byte each, holds those of an ue8m0 recipe.
         max_shard_size: largest weight file, in bytes of tensors.
         workers: threads; None takes the cores of this process, but no more than 8.
         force: replace an export that is there already.
@@ -65,7 +67,9 @@ def convert_checkpoint(
         ValueError: a file is missing or damaged, the checkpoint is not that of the model, a weight is not finite, or an
             argument contradicts the checkpoint. Nothing is left behind.
     """
-    options = ConvertOptions(hf_config, recipe, recipe_fields, tokenizer_from, rollout_tp, max_shard_size, workers)
+    options = ConvertOptions(
+        hf_config, recipe, recipe_fields, tokenizer_from, rollout_tp, scale_dtype, max_shard_size, workers
+    )
     conversion = ranks.agree(lambda: open_conversion(src, out, options))
     return conversion.run(force=force, verify=verify, ranks=ranks)
 
@@ -78,6 +82,7 @@ def export_vllm_checkpoint(
     recipe: Fp8BlockRecipe | None = None,
     tokenizer_from: str | os.PathLike[str] | None = None,
     rollout_tp: int | None = None,
+    scale_dtype: str = "float32",
     force: bool = False,
 ) -> Path:
     """Exports a live Megatron model. A collective: every rank calls it, and rank 0 writes.
@@ -88,7 +93,7 @@ def export_vllm_checkpoint(
         hf_config: the Hugging Face model that is trained.
         recipe: None takes the recipe of the model's FP8 layers; another one is refused.
         tokenizer_from: folder with the tokenizer; None takes the one beside config.json, if there is one.
-        rollout_tp: tensor-parallel size that the engine will use; shapes that it cannot cut are refused.
+        rollout_tp, scale_dtype: as for `convert_checkpoint`.
         force: replace an export that is there already.
 
     Returns:
@@ -109,7 +114,7 @@ def export_vllm_checkpoint(
 
     def prepare() -> Job:
         check_out(Path(out), force=force)
-        return prepare_job(out, hf_config, recipe, names, tokenizer_from, rollout_tp)
+        return prepare_job(out, hf_config, recipe, names, tokenizer_from, rollout_tp, scale_dtype)
 
     job = _on_rank_0(prepare)
     hf = open_hf_model(hf_config)
@@ -118,7 +123,7 @@ def export_vllm_checkpoint(
     def write() -> None:
         assert job is not None
         untied = job.mapping.without_tied_head(job.mapping.from_hf(name, tensor) for name, tensor in stream)
-        tensors = iter_fp8_weights(untied, recipe, job.mapping.num_layers)
+        tensors = iter_fp8_weights(untied, recipe, job.mapping.num_layers, job.plan.scale_dtype)
         try:
             write_export(tensors, Path(out), plan=job.plan, config=job.config, files=job.files, force=force)
         finally:

@@ -13,6 +13,7 @@ FAMILIES = (
     "qwen3",
     "qwen3_moe",
     "mixtral",
+    "glm4",
     "gemma2",
     "gemma3_text",
     "glm4_moe",
@@ -21,8 +22,8 @@ FAMILIES = (
 """`model_type` of the Hugging Face configurations that the converter takes; tests prove each, byte for byte."""
 
 
-def family_bridge(hf_config: Any) -> Any:
-    """Megatron-Bridge's AutoBridge for a model of a known family.
+def check_family(hf_config: Any) -> None:
+    """Checks that a model is of a known family.
 
     Args:
         hf_config: transformers configuration of the model.
@@ -37,4 +38,16 @@ def family_bridge(hf_config: Any) -> Any:
             "of how Megatron stores its matrices would load and be wrong: export the model in BF16 with "
             "Megatron-Bridge's save_hf_pretrained, and let the engine quantise it"
         )
+
+
+def family_bridge(hf_config: Any) -> Any:
+    """Megatron-Bridge's AutoBridge for a model of a known family.
+
+    Args:
+        hf_config: transformers configuration of the model.
+
+    Raises:
+        ValueError: the converter does not know the family, or Megatron-Bridge the class that `architectures` names.
+    """
+    check_family(hf_config)
     return import_bridge().AutoBridge.from_hf_config(hf_config)

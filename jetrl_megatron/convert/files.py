@@ -18,11 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from jetrl_megatron.convert.plan import DTYPE_NAMES, TensorSpec
-
-INDEX = "model.safetensors.index.json"
-"""File that says which tensor lies in which weight file."""
-SINGLE = "model.safetensors"
-"""The weight file of a model that fits into one."""
+from jetrl_megatron.convert.stored import SINGLE
 
 _ORDER = list(DTYPE_NAMES)
 _ALIGNMENT = 8

@@ -30,7 +30,10 @@ def is_decoder_linear(module: str) -> bool:
 
 
 def iter_fp8_weights(
-    matrices: Iterable[tuple[str, str, torch.Tensor]], recipe: Fp8BlockRecipe, num_layers: int
+    matrices: Iterable[tuple[str, str, torch.Tensor]],
+    recipe: Fp8BlockRecipe,
+    num_layers: int,
+    scale_dtype: torch.dtype = torch.float32,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Quantises the decoder linears that the recipe quantises; passes everything else on as it is.
 
@@ -39,9 +42,10 @@ def iter_fp8_weights(
             for weights. Lazy: one is held at a time.
         recipe: how to quantise, and which linears stay BF16.
         num_layers: decoder layers of the whole model.
+        scale_dtype: of the scales, one that holds them.
 
     Yields:
-        (name, tensor). For a quantised X.weight, X.weight float8_e4m3fn [N, K] and then X.weight_scale_inv float32
+        (name, tensor). For a quantised X.weight, X.weight float8_e4m3fn [N, K] and then X.weight_scale_inv
         [ceil(N/block), ceil(K/block)]; for the rest, the given tensor.
 
     Raises:
@@ -59,7 +63,7 @@ def iter_fp8_weights(
             continue
         quantized = quantize_weight(tensor, recipe)
         yield name, quantized.data
-        yield scale_name(name), quantized.scale
+        yield scale_name(name), quantized.scale.to(scale_dtype)
     check_ignore(recipe, linears)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
+
+from jetrl_megatron.convert.stored import read_config
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -30,6 +33,7 @@ _TOKENIZER_FILES = (
     "additional_chat_templates",
 )
 _GENERATION_FILES = ("generation_config.json",)
+_SHOWN = 300
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class HfModel:
         Experts are a tensor each, as in the files and not as in transformers' modules, which stack them. MTP layers
         follow the decoder's.
         """
-        with torch.device("meta"):
+        with named_errors(self.folder), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(copy.deepcopy(self.config))
             tensors = revert_weight_conversion(model, model.state_dict())
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -117,8 +121,9 @@ def open_hf_model(source: PretrainedConfig | str | os.PathLike[str]) -> HfModel:
         folder = Path(source).parent if Path(source).name == "config.json" else Path(source)
         if not (folder / "config.json").is_file():
             raise ValueError(f"{folder} has no config.json: pass the folder of the Hugging Face model")
-        fields = json.loads((folder / "config.json").read_text())
-        config = AutoConfig.from_pretrained(folder)
+        fields = read_config(folder)
+        with named_errors(folder):
+            config = AutoConfig.from_pretrained(folder)
     for holder in (fields, config.__dict__):
         holder.pop("quantization_config", None)
     if not fields.get("architectures"):
@@ -127,6 +132,25 @@ def open_hf_model(source: PretrainedConfig | str | os.PathLike[str]) -> HfModel:
             'e.g. "architectures": ["Qwen3ForCausalLM"]'
         )
     return HfModel(config, fields, folder)
+
+
+@contextlib.contextmanager
+def named_errors(folder: Path | None) -> Iterator[None]:
+    """Has what transformers and Megatron-Bridge make of a configuration fail with the name of its file.
+
+    Raises:
+        ValueError: anything failed while entered.
+    """
+    try:
+        yield
+    except Exception as error:
+        place = folder / "config.json" if folder else "hf_config"
+        # Both add pages of advice that has nothing to do with a conversion.
+        reason = " ".join([line.strip() for line in str(error).splitlines() if line.strip()][:2])
+        raise ValueError(
+            f"{place} makes no model ({type(error).__name__}: {reason[:_SHOWN]}): pass the folder of the Hugging Face "
+            "model that was trained, with its config.json as it was saved"
+        ) from error
 
 
 def _existing(folders: Iterable[str | os.PathLike[str] | None], names: Iterable[str]) -> list[Path]:

@@ -17,16 +17,17 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from jetrl_megatron.convert.files import INDEX, SINGLE
 from jetrl_megatron.convert.fp8_weights import SCALE, WEIGHT, scale_name
 from jetrl_megatron.convert.plan import count_of, text_table
-from jetrl_megatron.convert.stored import StoredTensor, headers_of, read_config, read_index
+from jetrl_megatron.convert.stored import INDEX, SINGLE, StoredTensor, headers_of, read_config, read_index
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.tensor import ceil_div
 
 CODES = "F8_E4M3"
 """safetensors' name of the dtype of block FP8 codes."""
-_FP8, _SCALES, _BF16 = (CODES, "F8_E5M2"), "F32", "BF16"
+_FP8, _BF16 = (CODES, "F8_E5M2"), "BF16"
+# Of block FP8, as an export of ours stores them.
+_SCALES, _EXPONENTS = "F32", "F8_E8M0"
 _LINEAR = "_proj.weight"
 # The one linear of an MTP layer that engines and DeepSeek's own checkpoints keep in BF16, whatever the list says.
 _NEVER_FP8 = ".eh_proj.weight"
@@ -247,6 +248,7 @@ def _dtype_faults(
     if ours and block:
         # Engines' rules hold where the configuration is ours; others name ignored modules by patterns of their own.
         yield from rollout_faults(tensors, ignored_modules(quantization), block)
+        yield from _scale_fmt_faults(tensors, quantization.get("scale_fmt"))
         return
     for name, tensor in sorted(tensors.items()):
         scale = _scale_of(name, tensors) if tensor.dtype in _FP8 else None
@@ -262,6 +264,15 @@ def _dtype_faults(
         yield "config.json: has no quantization_config, and there are FP8 tensors"
     elif quantization.get("quant_method") == "fp8" and not any(t.dtype in _FP8 for t in tensors.values()):
         yield "config.json: quant_method is fp8, and there is no FP8 tensor"
+
+
+def _scale_fmt_faults(tensors: Mapping[str, StoredTensor], scale_fmt: Any) -> Iterator[str]:
+    dtypes = sorted({tensor.dtype for name, tensor in tensors.items() if name.endswith(SCALE)})
+    if dtypes and (dtypes == [_EXPONENTS]) != (scale_fmt == "ue8m0"):
+        yield (
+            f"config.json: scale_fmt is {scale_fmt!r}, and scales are {', '.join(dtypes)}: by it transformers decides "
+            "what dtype they have"
+        )
 
 
 def _scales(
@@ -370,6 +381,7 @@ def _fault_of_codes(
     if scale is None:
         return f"is FP8 and has no scale {scale_name(name)}"
     expected = tuple(ceil_div(size, edge) for size, edge in zip(tensor.shape, block, strict=True))
-    if scale != StoredTensor(_SCALES, expected):
-        return f"needs a scale {_SCALES} {list(expected)}, and {scale_name(name)} is {scale.dtype} {list(scale.shape)}"
+    if scale not in (StoredTensor(_SCALES, expected), StoredTensor(_EXPONENTS, expected)):
+        found = f"{scale_name(name)} is {scale.dtype} {list(scale.shape)}"
+        return f"needs a scale {_SCALES} or {_EXPONENTS} {list(expected)}, and {found}"
     return None

@@ -102,10 +102,15 @@ def _reason(error: Exception) -> str:
 
 def _safe_globals(path: Path) -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
     names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    return [argparse.Namespace, *((_unread(name), name) for name in names if name != "argparse.Namespace")]
+    return [argparse.Namespace, *((unread(name), name) for name in names if name != "argparse.Namespace")]
 
 
-def _unread(name: str) -> type[_Unread]:
+def unread(name: str) -> type[_Unread]:
+    """An inert class in the place of one that is neither imported nor called.
+
+    Args:
+        name: full name of the stored class.
+    """
     # A class of its own for each: torch's unpickler looks the class up by its identity.
     return type(name.rpartition(".")[2], (_Unread,), {"stored_class": name})
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jetrl_megatron.convert.families import family_bridge
-from jetrl_megatron.convert.hf_model import HfModel
+from jetrl_megatron.convert.families import check_family, family_bridge
+from jetrl_megatron.convert.hf_model import HfModel, named_errors
 from jetrl_megatron.convert.parameters import canonical_name, grouped_name
 from jetrl_megatron.layout import qkv_runs
 
@@ -72,7 +72,8 @@ class HfMapping:
     """
 
     def __init__(self, hf: HfModel) -> None:
-        with _without_training_advice():
+        check_family(hf.config)
+        with _without_training_advice(), named_errors(hf.folder):
             bridge = family_bridge(hf.config)
             # The one way to a bridge's mappings without its weights; Bridge has no public one.
             self._registry: Any = bridge._model_bridge.mapping_registry()
@@ -86,6 +87,11 @@ class HfMapping:
         # Families that are always tied have no mapping for the head, and yet the last pipeline stage holds a copy.
         self._always_tied = self._tied and self._lookup(HEAD) is None
         self._embedding, self._head = self.targets(EMBEDDING)[0], self.targets(HEAD)[0]
+
+    @property
+    def embedding_module(self) -> str:
+        """Hugging Face name of the embedding's module, e.g. "model.embed_tokens"."""
+        return self._embedding.rpartition(".")[0]
 
     @property
     def head_module(self) -> str:
@@ -114,8 +120,8 @@ class HfMapping:
         module = parameter.rpartition(".")[0]
         if tensor.dtype not in _FLOATS:
             raise ValueError(
-                f"{parameter} is stored as {tensor.dtype}: its values are unknown without the scales that its trainer "
-                "kept; save the checkpoint with BF16 parameters (fp8_param off)"
+                f"{parameter} is stored as {tensor.dtype}, and parameters are BF16, FP16 or FP32: the values of others "
+                "are unknown without what their trainer kept; save the checkpoint with BF16 parameters (fp8_param off)"
             )
         dtype = torch.float32 if parameter.endswith(_FLOAT32) else torch.bfloat16
         for name, cut in self._parts(parameter):

@@ -18,6 +18,13 @@ from jetrl_megatron.convert.mapping import HfMapping
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.tensor import ceil_div
 
+_MERGED_HALVES = ".gate_up_proj.weight"
+# Megatron linears that engines put into one layer, which has one precision, and what names all of them.
+_SERVED_AS_ONE = (
+    (re.compile(r"^(.+\.experts)\."), "'*.mlp.experts.*'"),
+    (re.compile(r"^(.+)\.linear_(?:q|kv)_down_proj$"), "'*_down_proj'"),
+)
+_EXPERT = re.compile(r"^(.+\.experts)\.\d+\.")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 DTYPE_NAMES = {
@@ -48,12 +55,14 @@ class ExportPlan:
 
     Attributes:
         tensors: every tensor, by Hugging Face name.
-        ignored: Hugging Face module names that stay BF16, as engines want them listed; () where only the modules that
-            every engine leaves alone do.
+        ignored: Hugging Face names of the linears that stay BF16, as engines want them listed, routers and the head
+            included; () where it is the head alone, which every engine leaves alone.
+        scale_dtype: of the scales.
     """
 
     tensors: Mapping[str, TensorSpec]
     ignored: tuple[str, ...]
+    scale_dtype: torch.dtype = torch.float32
 
     @property
     def nbytes(self) -> int:
@@ -136,25 +145,32 @@ class ExportPlan:
             )
 
 
-def plan_export(hf: HfModel, mapping: HfMapping, linears: Iterable[str], recipe: Fp8BlockRecipe) -> ExportPlan:
+def plan_export(
+    hf: HfModel, mapping: HfMapping, linears: Iterable[str], recipe: Fp8BlockRecipe, scale_dtype: str = "float32"
+) -> ExportPlan:
     """Plans the export of a model.
 
     Args:
         linears: Megatron names of all decoder linears of the model.
+        scale_dtype: in which scales are stored.
 
     Raises:
-        ValueError: a pattern of recipe.ignore matches none of them.
+        ValueError: a pattern of recipe.ignore matches none of them, the recipe quantises none or a part of what engines
+            make one layer of, or scale_dtype cannot hold the recipe's scales.
     """
+    recipe.check_scale_dtype(scale_dtype)
+    stored_scale = getattr(torch, scale_dtype)
     linears = sorted(set(linears))
     check_ignore(recipe, linears)
-    quantized: set[str] = set()
-    ignored: list[str] = []
-    for module in linears:
-        weights = mapping.targets(module + WEIGHT)
-        if recipe.quantizes(module, mapping.num_layers):
-            quantized.update(weights)
-        else:
-            ignored += [name.removesuffix(WEIGHT) for name in weights]
+    fp8 = {module: recipe.quantizes(module, mapping.num_layers) for module in linears}
+    _check_served_as_one(fp8)
+    quantized = {name for module in linears if fp8[module] for name in mapping.targets(module + WEIGHT)}
+    if linears and not quantized:
+        raise ValueError(
+            "the recipe keeps every linear in BF16, and nothing is left for an FP8 checkpoint: leave out ignore "
+            "patterns or BF16 layers, or export the model in BF16 with Megatron-Bridge's save_hf_pretrained"
+        )
+    _check_merged_halves({name: hf.shapes[name] for name in quantized & hf.shapes.keys()}, recipe)
     tensors: dict[str, TensorSpec] = {}
     for name in mapping.untied_names(hf.shapes):
         shape = hf.shapes[name]
@@ -163,8 +179,8 @@ def plan_export(hf: HfModel, mapping: HfMapping, linears: Iterable[str], recipe:
             continue
         tensors[name] = TensorSpec(shape, torch.float8_e4m3fn)
         scale_shape = tuple(ceil_div(size, block) for size, block in zip(shape, recipe.weight_block, strict=True))
-        tensors[scale_name(name)] = TensorSpec(scale_shape, torch.float32)
-    return ExportPlan(tensors, _with_head(ignored, mapping))
+        tensors[scale_name(name)] = TensorSpec(scale_shape, stored_scale)
+    return ExportPlan(tensors, _bf16_linears(tensors, mapping), stored_scale)
 
 
 def text_table(rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> str:
@@ -193,6 +209,43 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
-def _with_head(ignored: list[str], mapping: HfMapping) -> tuple[str, ...]:
+def _check_served_as_one(fp8: Mapping[str, bool]) -> None:
+    """Refuses a recipe that keeps in BF16 a part of what engines make one layer of."""
+    groups: dict[tuple[str, str], dict[bool, str]] = {}
+    for module, quantized in fp8.items():
+        for pattern, way_out in _SERVED_AS_ONE:
+            match = pattern.match(module)
+            if match:
+                groups.setdefault((match[1], way_out), {}).setdefault(quantized, module)
+    for (_, way_out), examples in groups.items():
+        if len(examples) > 1:
+            raise ValueError(
+                f"{examples[True]} is FP8 and {examples[False]} stays BF16, and engines make one layer of both: ignore "
+                f"all of them ({way_out}) or none"
+            )
+
+
+def _check_merged_halves(shapes: Mapping[str, tuple[int, ...]], recipe: Fp8BlockRecipe) -> None:
+    """Refuses a matrix of gate above up in which a tile spans both: training quantises them apart."""
+    for name, shape in shapes.items():
+        width = shape[0] // 2
+        if name.endswith(_MERGED_HALVES) and width % recipe.block:
+            raise ValueError(
+                f"{name} holds gate above up, {width} rows each, no multiple of the tile {recipe.block}: one scale "
+                "would serve rows of both, which training does not compute with and vLLM cannot serve; keep it in BF16 "
+                "(ignore '*.linear_fc1')"
+            )
+
+
+def _bf16_linears(tensors: Mapping[str, TensorSpec], mapping: HfMapping) -> tuple[str, ...]:
+    # Routers among them: vLLM builds some families' routers as linears like any other, and would cast one to FP8.
+    linears = [
+        name.removesuffix(WEIGHT)
+        for name, spec in tensors.items()
+        if name.endswith(WEIGHT) and len(spec.shape) == 2 and spec.dtype != torch.float8_e4m3fn
+    ]
+    inner = [name for name in linears if name not in (mapping.embedding_module, mapping.head_module)]
+    # transformers asks for the module of all experts, vLLM for the experts.
+    experts = dict.fromkeys(match[1] for name in inner if (match := _EXPERT.match(name)))
     # transformers leaves the head alone by itself only as long as no list is given.
-    return (*ignored, mapping.head_module) if ignored else ()
+    return (*inner, *experts, mapping.head_module) if inner else ()

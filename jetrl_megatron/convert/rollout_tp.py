@@ -6,7 +6,7 @@ is built, or, in the merged q/k/v and gate/up layers, puts a scale in another's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ class _Width:
 def check_rollout_tp(hf_config: Any, tp: int, recipe: Fp8BlockRecipe) -> None:
     """Raises unless vLLM serves the checkpoint with every scale in its place at this tensor parallel size.
 
-    Knows Llama, Mistral, Qwen2, Qwen3 and MoE models built from the same blocks; expert parallelism is not considered:
+    Knows decoders with grouped-query or latent attention, dense and with experts; expert parallelism is not considered:
     it leaves experts whole, as TP 1 does.
 
     Args:
@@ -44,9 +44,7 @@ def check_rollout_tp(hf_config: Any, tp: int, recipe: Fp8BlockRecipe) -> None:
         recipe: recipe of the export; layers that it keeps in BF16 are free of its tiles.
 
     Raises:
-        ValueError: names the matrix, the width of a rank's shard, the tile and the sizes that are legal; or the
-        attention is
-            of a kind that this check does not know.
+        ValueError: names the matrix, the width of a rank's shard, the tile and the sizes that are legal.
     """
     model = _Model(hf_config)
     reason = _refusal(model, tp, recipe)
@@ -61,16 +59,27 @@ def check_rollout_tp(hf_config: Any, tp: int, recipe: Fp8BlockRecipe) -> None:
     raise ValueError(f"rollout TP {tp}: {reason}; {way_out}")
 
 
+@dataclass(frozen=True)
+class _Latent:
+    """Sizes of multi-head latent attention: ranks of the low-rank pairs (0 where q has none), and parts of a head."""
+
+    q_rank: int
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+
+    @classmethod
+    def of(cls, get: Callable[..., Any]) -> _Latent:
+        keys = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        return cls(*(int(get(key, 0)) for key in keys))
+
+
 class _Model:
     """The sizes of a configuration that matter here."""
 
     def __init__(self, hf_config: Any) -> None:
         self._config = _text_config(hf_config)
-        if self._get("kv_lora_rank"):
-            raise ValueError(
-                "kv_lora_rank is set: the shards of multi-head latent attention are not known to check_rollout_tp; "
-                "serve at rollout TP 1"
-            )
         self.heads = int(self._get("num_attention_heads"))
         self.kv_heads = int(self._get("num_key_value_heads", self.heads))
         self.hidden = int(self._get("hidden_size"))
@@ -81,6 +90,7 @@ class _Model:
         # Mixtral has no width of its own for experts: there they are the only feed-forward layers.
         self.expert_ffn = self._get("moe_intermediate_size", self.ffn)
         self.shared_ffn = self._shared_ffn()
+        self.latent = _Latent.of(self._get) if self._get("kv_lora_rank") else None
 
     def _get(self, key: str, default: Any = None) -> Any:
         is_mapping = isinstance(self._config, Mapping)
@@ -133,19 +143,42 @@ def _refusal(model: _Model, tp: int, recipe: Fp8BlockRecipe) -> str | None:
 
 
 def _widths(model: _Model, tp: int) -> Iterator[_Width]:
-    qkv, projection = "self_attention.linear_qkv", "self_attention.linear_proj"
     kinds = list(model.feed_forward())
-    inputs = qkv, *(f"{module}.linear_fc1" for _, _, module in kinds)
+    first = tuple(f"{module}.linear_fc1" for _, _, module in kinds)
+    yield from _attention_widths(model, tp, first) if model.latent is None else _latent_widths(model, tp, first)
+    for name, width, module in kinds:
+        linears = f"{module}.linear_fc1", f"{module}.linear_fc2"
+        yield _Width(f"rows of {name}gate_proj and up_proj, columns of {name}down_proj", width, tp, linears)
+
+
+def _attention_widths(model: _Model, tp: int, first: tuple[str, ...]) -> Iterator[_Width]:
+    qkv = "self_attention.linear_qkv"
     # At any TP: the activation quantiser takes whole groups alone.
-    yield _Width("columns of q_proj, k_proj, v_proj, gate_proj and up_proj (hidden size)", model.hidden, 1, inputs)
+    inputs = "columns of q_proj, k_proj, v_proj, gate_proj and up_proj (hidden size)"
+    yield _Width(inputs, model.hidden, 1, (qkv, *first))
     query, key_value = model.heads * model.head_dim, model.kv_heads * model.head_dim
     yield _Width("rows of q_proj", query, tp, (qkv,))
     # At TP 1 too: k comes before v in the merged layer. Key/value heads are copied where there are fewer than ranks.
     yield _Width("rows of k_proj and v_proj", key_value, min(tp, model.kv_heads), (qkv,))
-    yield _Width("columns of o_proj", query, tp, (projection,))
-    for name, width, module in kinds:
-        linears = f"{module}.linear_fc1", f"{module}.linear_fc2"
-        yield _Width(f"rows of {name}gate_proj and up_proj, columns of {name}down_proj", width, tp, linears)
+    yield _Width("columns of o_proj", query, tp, ("self_attention.linear_proj",))
+
+
+def _latent_widths(model: _Model, tp: int, first: tuple[str, ...]) -> Iterator[_Width]:
+    latent = model.latent
+    assert latent is not None
+    down = tuple(f"self_attention.{name}" for name in ("linear_q_down_proj", "linear_q_proj", "linear_kv_down_proj"))
+    inputs = "columns of q_a_proj, kv_a_proj_with_mqa, gate_proj and up_proj (hidden size)"
+    yield _Width(inputs, model.hidden, 1, (*down, *first))
+    # Every rank holds the down projections whole, merged into one layer, of which the second may end inside a tile.
+    queries = ("self_attention.linear_q_up_proj",) if latent.q_rank else ("self_attention.linear_q_proj",)
+    if latent.q_rank:
+        yield _Width("rows of q_a_proj, columns of q_b_proj", latent.q_rank, 1, (down[0], *queries))
+    name = "q_b_proj" if latent.q_rank else "q_proj"
+    yield _Width(f"rows of {name}", model.heads * (latent.nope + latent.rope), tp, queries)
+    up = ("self_attention.linear_kv_up_proj",)
+    yield _Width("columns of kv_b_proj", latent.kv_rank, 1, up)
+    yield _Width("rows of kv_b_proj", model.heads * (latent.nope + latent.value), tp, up)
+    yield _Width("columns of o_proj", model.heads * latent.value, tp, ("self_attention.linear_proj",))
 
 
 def _quantized(width: _Width, layers: int, recipe: Fp8BlockRecipe) -> bool:

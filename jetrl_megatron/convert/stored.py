@@ -9,7 +9,10 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from jetrl_megatron.convert.files import INDEX, SINGLE
+INDEX = "model.safetensors.index.json"
+"""File that says which tensor lies in which weight file."""
+SINGLE = "model.safetensors"
+"""The weight file of a model that fits into one."""
 
 
 @dataclass(frozen=True)

@@ -195,12 +195,12 @@ class Stream:
     def _fp8(self, module: str, name: str, band: torch.Tensor, columns: int) -> list[tuple[str, torch.Tensor]]:
         # That this module is quantised, if it is a linear, is known here; a pattern need not match in every matrix.
         whole = dataclasses.replace(self.recipe, ignore=(), num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
-        num_layers = self.mapping.num_layers
+        how = whole, self.mapping.num_layers, self.plan.scale_dtype
         if scale_name(name) not in self.plan.tensors or band.shape[1] <= columns:
-            return list(iter_fp8_weights([(module, name, band)], whole, num_layers))
+            return list(iter_fp8_weights([(module, name, band)], *how))
         parts: dict[str, list[torch.Tensor]] = {}
         for chunk in torch.split(band, columns, dim=1):
-            for part, values in iter_fp8_weights([(module, name, chunk)], whole, num_layers):
+            for part, values in iter_fp8_weights([(module, name, chunk)], *how):
                 parts.setdefault(part, []).append(values)
         # As bytes: torch does not join FP8 everywhere.
         return [(part, _joined(values)) for part, values in parts.items()]

@@ -15,6 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -23,11 +24,32 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from jetrl_megatron.convert.legacy_file import unread
 from jetrl_megatron.convert.parameters import Parameter, by_layer, canonical_name
 
 INDEX = ".metadata"
 """Name of the index; a folder that holds one is a checkpoint in this format."""
 
+# Classes and functions that an index is made of, by module.
+_OF_AN_INDEX = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
+    "collections": {"OrderedDict"},
+}
+# Some trainers save the wrapper around the model, whose one module it is.
+_WRAPPER = re.compile(r"^(module\.)+")
 _NOT_THE_MODEL = re.compile(r"^(optimizer|chained_\d+|opt_param_scheduler|rng_state|rerun_state_machine_state)(\.|$)")
 _STACKED_LAYERS = re.compile(r"^(.*\blayers)\.(?!\d+\.)(.+)$")
 _STACKED_EXPERTS = re.compile(r"^(.*\.experts)\.experts\.(?!\d+\.)(.+)$")
@@ -49,7 +71,7 @@ class TorchDistStore:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._reader = FileSystemReader(folder)
-        self._metadata = _read_index(self._reader, folder)
+        self._metadata = _read_index(folder)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._tensors: dict[str, TensorStorageMetadata] = {
             key: entry
@@ -120,7 +142,7 @@ class TorchDistStore:
 
 def _template(key: str) -> tuple[str, int]:
     """The name of a stacked tensor's parameters with {} for each stacking axis, and the number of those axes."""
-    stacked = 0
+    key, stacked = _WRAPPER.sub("", key), 0
     for pattern, numbered in ((_STACKED_LAYERS, "{}.{{}}.{}"), (_STACKED_EXPERTS, "{}.experts.{{}}.{}")):
         match = pattern.match(key)
         if match:
@@ -138,13 +160,27 @@ def _by_index(entry: TensorStorageMetadata, stacked: int) -> dict[tuple[int, ...
     return chunks
 
 
-def _read_index(reader: FileSystemReader, folder: Path) -> Metadata:
+class _IndexUnpickler(pickle.Unpickler):
+    """Makes what an index holds; in the place of any other class or function stands an inert object."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class or function with this name, if an index may have it."""
+        if name in _OF_AN_INDEX.get(module, ()):
+            return super().find_class(module, name)
+        return unread(f"{module}.{name}")
+
+
+def _read_index(folder: Path) -> Metadata:
+    path = folder / INDEX
     try:
-        metadata = reader.read_metadata()
-        storage = metadata.storage_data
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError) as error:
-        raise ValueError(f"{folder / INDEX} is no index of torch.distributed.checkpoint: {error}") from error
-    if not storage:
+        with path.open("rb") as file:
+            metadata = _IndexUnpickler(file).load()
+    except Exception as error:
+        # A damaged pickle fails in any way.
+        raise ValueError(f"{path} is no index of torch.distributed.checkpoint: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise ValueError(f"{path} is no index of torch.distributed.checkpoint: it holds {type(metadata).__name__}")
+    if not metadata.storage_data:
         raise ValueError(f"{folder / INDEX} names no file: the checkpoint was saved incompletely")
     return metadata
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from jetrl_megatron.convert.files import INDEX, FileLayout, TensorFiles, lay_out
+from jetrl_megatron.convert.files import FileLayout, TensorFiles, lay_out
 from jetrl_megatron.convert.hf_model import HfModel
 from jetrl_megatron.convert.plan import ExportPlan
+from jetrl_megatron.convert.stored import INDEX
 from jetrl_megatron.recipe import Fp8BlockRecipe
 
 SHARD_BYTES = 5 * 10**9
@@ -25,11 +26,8 @@ SHARD_BYTES = 5 * 10**9
 _FORMAT_VERSION = 1
 
 
-def export_config(hf: HfModel, recipe: Fp8BlockRecipe, ignored: tuple[str, ...]) -> dict[str, Any]:
+def export_config(hf: HfModel, recipe: Fp8BlockRecipe, plan: ExportPlan) -> dict[str, Any]:
     """config.json of an export.
-
-    Args:
-        ignored: Hugging Face module names that stay BF16.
 
     Returns:
         the model's own fields with "dtype" bfloat16, the recipe's "quantization_config", and "jetrl": version of this
@@ -40,7 +38,9 @@ def export_config(hf: HfModel, recipe: Fp8BlockRecipe, ignored: tuple[str, ...])
         **fields,
         "dtype": "bfloat16",
         "tie_word_embeddings": hf.tied,
-        "quantization_config": recipe.to_vllm_quantization_config(ignored),
+        "quantization_config": recipe.to_vllm_quantization_config(
+            plan.ignored, str(plan.scale_dtype).removeprefix("torch.")
+        ),
         "jetrl": {"version": _FORMAT_VERSION, **recipe.to_stamp()},
     }
 
@@ -61,8 +61,10 @@ def check_parent(out: Path) -> None:
     """Checks that the folder to write into exists.
 
     Raises:
-        ValueError: it does not.
+        ValueError: it does not, or `out` has no name.
     """
+    if not out.name:
+        raise ValueError(f"{out} names no folder to make: choose a name for the export, e.g. {out / 'export'}")
     if not out.parent.is_dir():
         raise ValueError(f"{out.parent} is no folder: create it, or choose another place for the export")
 

@@ -48,7 +48,7 @@ def export_hf_folder(hf_model: Path, out: Path, recipe: Fp8BlockRecipe = JETRL_F
         iter_fp8_weights(mapping.without_tied_head(matrices()), recipe, mapping.num_layers),
         out,
         plan=plan,
-        config=export_config(hf, recipe, plan.ignored),
+        config=export_config(hf, recipe, plan),
         files=hf.files(None),
         force=force,
     )

@@ -67,7 +67,10 @@ def _qwen2(label: str, **layout: Any) -> Callable[[], None]:
         # Unstacked in one of the layouts: each layer is a tensor of its own then.
         metadata = {"non_homogeneous_layers": True} if label == "pp2" else {}
         _save([unwrapped(model) for model in models], _root() / f"saved/qwen2_{label}", **metadata)
-        export_vllm_checkpoint(models, _root() / f"live/qwen2_{label}", hf_config=_root() / "qwen2", recipe=JETRL_FP8)
+        hf, live = _root() / "qwen2", _root() / "live"
+        export_vllm_checkpoint(models, live / f"qwen2_{label}", hf_config=hf, recipe=JETRL_FP8)
+        if label == "pp2":
+            export_vllm_checkpoint(models, live / "qwen2_exponents", hf_config=hf, scale_dtype="float8_e8m0fnu")
 
     return body
 
@@ -104,6 +107,7 @@ def _refusals() -> dict[str, str]:
 
     refused("other_recipe", recipe=JETRL_FP8)
     refused("no_model", hf_config=_root() / "no_such_model")
+    refused("exponents", scale_dtype="float8_e8m0fnu")
     refused("tokenizer", tokenizer_from=_root())
     layer = model.decoder.layers[0]
     for rank in (0, 1):
@@ -237,7 +241,16 @@ def test_files_do_not_depend_on_the_layout_exact(ranks: dict[str, Any], model: s
         assert len(contents) == 1, file
 
 
+def test_live_export_stores_exponents_of_the_same_scales_exact(ranks: dict[str, Any]) -> None:
+    tensors = load_file(ranks["root"] / "live/qwen2_exponents/model.safetensors")
+    scales = {name for name in tensors if name.endswith("_scale_inv")}
+    assert {tensors[name].dtype for name in scales} == {torch.float8_e8m0fnu}
+    wide = {name: tensor.float() if name in scales else tensor for name, tensor in tensors.items()}
+    _assert_same(wide, ranks["expected"]["qwen2"])
+
+
 def test_tied_model_has_one_embedding_and_every_norm(ranks: dict[str, Any]) -> None:
+    """Model-Optimizer#876, Megatron-Bridge#919, Megatron-Bridge#4694."""
     folder = ranks["root"] / "converted/qwen2_pp2_vpp2"
     tensors = load_file(folder / "model.safetensors")
     assert list(tensors["model.embed_tokens.weight"].shape) == [300, 896]
@@ -264,6 +277,7 @@ def test_live_export_has_the_last_step_of_every_rank_close(ranks: dict[str, Any]
     [
         ("other_recipe", "scale_format: 'ue8m0' != 'fp32'"),
         ("no_model", "no_such_model has no config.json"),
+        ("exponents", "scale_dtype='float8_e8m0fnu' holds powers of two alone, and scale_format='fp32'"),
         ("tokenizer", "holds none of tokenizer.json"),
         ("one_layer_in_bf16_on_rank_0", "decoder.layers.0.mlp.linear_fc2 runs in BF16, but the recipe puts it in FP8"),
         ("one_layer_in_bf16_on_rank_1", "decoder.layers.0.mlp.linear_fc2 runs in BF16, but the recipe puts it in FP8"),

@@ -112,6 +112,8 @@ def _layer_parameter(
         yield names[inner], tensor
     elif module == "self_attn.q_proj":
         yield f"self_attention.linear_qkv.{kind}", _interleaved([tensor, *beside.values()], config)
+    elif linear == "gate_up_proj":
+        yield f"mlp.linear_fc1.{kind}", tensor
     elif linear in _GATED:
         yield f"{_mlp(module)}.linear_fc1.{kind}", torch.cat([tensor, *beside.values()])
     elif linear in ("down_proj", "w2"):
@@ -162,6 +164,8 @@ def _local_names(config: Any) -> dict[str, str]:
         "mlp.gate.weight": "mlp.router.weight",
         "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
         "block_sparse_moe.gate.weight": "mlp.router.weight",
+        "post_self_attn_layernorm.weight": "post_self_attn_layernorm.weight",
+        "post_mlp_layernorm.weight": "post_mlp_layernorm.weight",
         "enorm.weight": "enorm.weight",
         "hnorm.weight": "hnorm.weight",
         "eh_proj.weight": "eh_proj.weight",

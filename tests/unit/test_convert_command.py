@@ -97,6 +97,73 @@ def test_max_shard_size_makes_files_with_an_index(tmp_path: Path, made: Made) ->
     assert command(source, hf, out, "--verify") == 0
 
 
+def test_scale_dtype_stores_exponents_of_the_same_scales_exact(
+    tmp_path: Path, made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, hf, expected = made
+    out = tmp_path / "out"
+    assert command(source, hf, out, "--scale-dtype", "float8_e8m0fnu", "--verify") == 0
+    wide, narrow = (load_file(folder / "model.safetensors") for folder in (expected, out))
+    assert wide.keys() == narrow.keys()
+    for name, tensor in wide.items():
+        if name.endswith("_scale_inv"):
+            assert narrow[name].dtype == torch.float8_e8m0fnu and torch.equal(narrow[name].float(), tensor), name
+            continue
+        assert torch.equal(narrow[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    config, wide_config = (json.loads((folder / "config.json").read_text()) for folder in (out, expected))
+    assert config["quantization_config"] == {**wide_config["quantization_config"], "scale_fmt": "ue8m0"}
+    assert config["jetrl"] == wide_config["jetrl"]
+    capsys.readouterr()
+    assert main(["inspect", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "nothing contradicts itself" in text and "F8_E8M0" in text
+    config["quantization_config"].pop("scale_fmt")
+    (out / "config.json").write_text(json.dumps(config))
+    assert main(["inspect", str(out)]) == 1
+    assert "config.json: scale_fmt is None, and scales are F8_E8M0" in capsys.readouterr().out
+
+
+def test_scale_dtype_of_powers_of_two_refuses_other_scales(
+    tmp_path: Path, made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, hf, _ = made
+    options = "--scale-dtype", "float8_e8m0fnu", "--scale-format", "fp32"
+    assert command(source, hf, tmp_path / "out", *options) == 2
+    assert "'float8_e8m0fnu' holds powers of two alone, and scale_format='fp32'" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="scale_dtype='bfloat16' is not supported: use one of float32, float8_e8m0fnu"):
+        convert_checkpoint(source, tmp_path / "out", hf_config=hf, scale_dtype="bfloat16")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{ nonsense", r"config\.json is no JSON file"),
+        ("[]", r"config\.json holds list"),
+        ({"hidden_size": "big"}, r"config\.json makes no model \(\w+: Validation error for field 'hidden_size'"),
+        ({"num_attention_heads": 0}, r"config\.json makes no model \(ZeroDivisionError"),
+        ({"model_type": "nonsense"}, r"config\.json makes no model .*model type `nonsense`"),
+        ({"architectures": ["NopeForCausalLM"]}, r"config\.json makes no model .*'NopeForCausalLM'"),
+        ({"hidden_size": 129}, r"weight is .*256\], and the export wants .*129\]"),
+        ({"num_hidden_layers": 3}, r"lacks 11 tensors of the Hugging Face model, model\.layers\.2\."),
+        ({"num_hidden_layers": 1}, r"has 11 tensors that the Hugging Face model has not, model\.layers\.1\."),
+        ({"num_key_value_heads": 2}, r"linear_qkv has 512 rows; 2 heads, 2 groups and head size 128 make 768"),
+        ({"vocab_size": 1000}, r"embed_tokens\.weight has 512 rows, fewer than config\.json's vocab_size=1000"),
+    ],
+)
+def test_foreign_configuration_is_a_named_error(
+    tmp_path: Path, made: Made, content: Any, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, hf, _ = made
+    (tmp_path / "hf").mkdir()
+    if isinstance(content, dict):
+        content = json.dumps(json.loads((hf / "config.json").read_text()) | content)
+    (tmp_path / "hf/config.json").write_text(content)
+    assert command(source, tmp_path / "hf", tmp_path / "out") == 2
+    assert re.search(message, capsys.readouterr().err.replace("\n", " "))
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
 def test_bf16_layers_are_first_and_last(tmp_path: Path, made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     source, hf, _ = made
     assert command(source, hf, tmp_path / "out", "--bf16-layers", "1/0") == 0
@@ -165,6 +232,7 @@ def test_verify_keeps_a_wrong_export_from_appearing(
         (("--max-shard-size", "many"), "'many' is no size: write e.g. 500MB or 5GB"),
         (("--max-shard-size", "0"), "'0' is no size"),
         (("--bf16-layers", "3"), "'3' is not like 1/2"),
+        (("--bf16-layers", "9/9"), "the recipe keeps every linear in BF16"),
         (("--workers", "0"), "workers=0 must be 1 or more threads"),
     ],
 )

@@ -65,6 +65,7 @@ def test_iter_fp8_weights_passes_others_on_unchanged() -> None:
 
 
 def test_iter_fp8_weights_counts_every_linear() -> None:
+    """prime-rl#2442."""
     # Qwen3-1.7B: 28 layers of q, k, v, o, gate, up, down. A skip pattern for "mlp.gate" once took gate_proj with it.
     scales = [name for name, _ in iter_fp8_weights(matrices(28), JETRL_FP8, 28) if name.endswith("_scale_inv")]
     assert len(scales) == 196
@@ -87,6 +88,7 @@ def test_iter_fp8_weights_follows_ignore_and_bf16_layers() -> None:
 
 
 def test_iter_fp8_weights_zero_tile_has_a_scale() -> None:
+    """slime#2256."""
     w = torch.zeros(256, 256, dtype=torch.bfloat16)
     w[0, 0] = 1
     out = produce("decoder.layers.0.mlp.linear_fc2", "w.weight", w)
@@ -108,6 +110,7 @@ def test_iter_fp8_weights_zero_tile_has_a_scale() -> None:
 def test_iter_fp8_weights_names_non_finite_position(
     name: str, value: float, position: tuple[int, ...], message: str
 ) -> None:
+    """sglang#31712."""
     tensor = torch.ones((256, 256)[: len(position)], dtype=torch.bfloat16)
     tensor[position] = value
     with pytest.raises(ValueError, match=message):
@@ -131,6 +134,7 @@ def test_iter_fp8_weights_is_lazy() -> None:
 
 
 def test_iter_fp8_weights_survive_requantisation_by_vllm() -> None:
+    """Megatron-LM#6666."""
     fp8_utils = pytest.importorskip("vllm.model_executor.layers.quantization.utils.fp8_utils")
     generator = torch.Generator().manual_seed(3)
     w = torch.randn(300, 520, generator=generator).mul(torch.logspace(-6, 3, 520)).to(torch.bfloat16)

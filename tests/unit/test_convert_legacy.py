@@ -63,6 +63,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def test_every_expert_is_read_once_exact(tmp_path: Path) -> None:
+    """Megatron-LM#5844."""
     checkpoint = ShardedCheckpoint(save(tmp_path / "ck", Layout(ep=4)))
     values = [
         checkpoint.read(parameter)[0, 0].item()
@@ -99,6 +100,7 @@ def test_what_was_read_does_not_stay_in_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("missing", ["mp_rank_01_001_000", "mp_rank_00_000_001", "mp_rank_01_001_001"])
 def test_missing_rank_is_named(tmp_path: Path, missing: str) -> None:
+    """Megatron-LM#5844."""
     folder = save(tmp_path / "ck", Layout(tp=2, pp=2, ep=2))
     shutil.rmtree(folder / missing)
     with pytest.raises(ValueError, match=f"ck lacks {missing}: .* TP 2, PP 2, EP 2, expert TP 2"):
@@ -178,6 +180,7 @@ def test_ranks_that_do_not_fit_are_refused(
 
 
 def test_copies_of_the_embedding_that_differ_are_refused(tmp_path: Path) -> None:
+    """Megatron-Bridge#2799."""
     # A layer of multi-token prediction has a copy of the embedding on the last pipeline stage.
     mtp = {"mtp.layers.0.enorm.weight": torch.ones(HIDDEN)}
     folder = save_legacy(tmp_path / "ck", {**parameters(), **mtp}, CONFIG, Layout(pp=2))

@@ -12,19 +12,26 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    PhiConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
 )
 
 from jetrl_megatron import JETRL_FP8, Fp8BlockRecipe, quantize_weight
+from jetrl_megatron.convert.families import family_bridge
 from jetrl_megatron.convert.hf_model import HfModel, open_hf_model
 from jetrl_megatron.convert.mapping import HfMapping, LogicalMatrix
 from jetrl_megatron.convert.plan import TensorSpec, plan_export
+from tests.unit.family_models import WHOLE_TILES, family_configs
 
 QKV = "decoder.layers.0.self_attention.linear_qkv"
 FC1 = "decoder.layers.0.mlp.linear_fc1"
 ATTENTION = "model.layers.0.self_attn"
+LATENT_LINEARS = [
+    *(f"decoder.layers.1.self_attention.linear_{name}_proj" for name in ("q_down", "kv_down", "q_up", "kv_up")),
+    *(f"decoder.layers.1.mlp.experts.local_experts.{expert}.linear_fc{n}" for expert in range(4) for n in (1, 2)),
+]
 LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 
 
@@ -61,6 +68,7 @@ def linear_names(layers: int) -> list[str]:
 
 
 def test_split_qkv_by_groups_exact() -> None:
+    """NeMo-RL#2802, sglang#35703."""
     hf = llama(num_attention_heads=4, num_key_value_heads=2, head_dim=128)
     # q0 q1 k0 v0 q2 q3 k1 v1, one value for each tile.
     stored = torch.arange(8.0).repeat_interleave(128)
@@ -77,6 +85,7 @@ def test_split_qkv_by_groups_exact() -> None:
 
 
 def test_split_fc1_into_halves_exact() -> None:
+    """Megatron-LM#360."""
     hf = llama(num_attention_heads=4, num_key_value_heads=2)
     stored = torch.arange(8.0, dtype=torch.bfloat16).repeat_interleave(128)[:, None].expand(-1, 256)
     parts = split(hf, f"{FC1}.weight", stored)
@@ -88,6 +97,7 @@ def test_split_fc1_into_halves_exact() -> None:
 
 
 def test_half_billion_scales_and_biases() -> None:
+    """Megatron-Bridge#5757, vllm#52915, torchtune#2233."""
     hf = qwen2_half_billion()
     heads = {f"{ATTENTION}.q_proj": [7, 7], f"{ATTENTION}.k_proj": [1, 7], f"{ATTENTION}.v_proj": [1, 7]}
     weights = split(hf, f"{QKV}.weight", torch.randn(1152, 896))
@@ -105,6 +115,7 @@ def test_half_billion_scales_and_biases() -> None:
 
 
 def test_few_kv_heads_scale_shapes() -> None:
+    """modelexpress#650."""
     hf = llama(hidden_size=1536, num_attention_heads=12, num_key_value_heads=2, head_dim=128)
     parts = split(hf, f"{QKV}.weight", torch.randn(2048, 1536))
     shapes = [list(quantize_weight(part, JETRL_FP8).scale.shape) for part in parts.values()]
@@ -112,6 +123,7 @@ def test_few_kv_heads_scale_shapes() -> None:
 
 
 def test_split_cuts_the_padded_vocabulary() -> None:
+    """Megatron-Bridge#5375."""
     hf = qwen2_half_billion()
     padded = torch.empty(152064, 896, dtype=torch.bfloat16)
     padded[151935] = 1
@@ -123,6 +135,7 @@ def test_split_cuts_the_padded_vocabulary() -> None:
 
 
 def test_plan_of_24_layers_has_every_norm_and_one_embedding() -> None:
+    """Model-Optimizer#876, Megatron-Bridge#919, Megatron-Bridge#4694."""
     hf = qwen2_half_billion()
     plan = plan_export(hf, HfMapping(hf), linear_names(24), JETRL_FP8)
     norms = [name for name in plan.tensors if name.endswith("norm.weight")]
@@ -144,6 +157,15 @@ def test_plan_lists_ignored_modules_by_hugging_face_names() -> None:
     assert set(plan.ignored) == attention | rest | {"lm_head"}
 
 
+def test_plan_lists_routers_which_engines_build_as_linears() -> None:
+    hf = opened(family_configs(WHOLE_TILES)["qwen3_moe"], "Qwen3MoeForCausalLM")
+    experts = [f"decoder.layers.{n}.mlp.experts.local_experts.{e}.linear_fc1" for n in range(2) for e in range(4)]
+    plan = plan_export(hf, HfMapping(hf), [*experts, *(name.replace("fc1", "fc2") for name in experts)], JETRL_FP8)
+    routers = {f"model.layers.{layer}.mlp.gate" for layer in range(2)}
+    assert routers | {"lm_head"} <= set(plan.ignored)
+    assert not any("experts" in name for name in plan.ignored)
+
+
 def test_local_and_fused_norm_names_mean_the_same() -> None:
     families = [
         llama(),
@@ -163,15 +185,53 @@ def test_local_and_fused_norm_names_mean_the_same() -> None:
 
 def test_split_refuses_stored_fp8() -> None:
     with pytest.raises(
-        ValueError, match=r"linear_fc1\.weight is stored as torch\.float8_e4m3fn: its values are unknown"
+        ValueError, match=r"linear_fc1\.weight is stored as torch\.float8_e4m3fn, and .* save the .* with BF16"
     ):
         split(llama(), f"{FC1}.weight", torch.zeros(1024, 256).to(torch.float8_e4m3fn))
 
 
 def test_unknown_family_is_refused_by_name() -> None:
-    hf = opened(Glm4Config(num_hidden_layers=1), "Glm4ForCausalLM")
-    with pytest.raises(ValueError, match=r"'glm4' is no family .*llama, mistral, .*v3.*save_hf_pretrained"):
+    hf = opened(PhiConfig(num_hidden_layers=1), "PhiForCausalLM")
+    with pytest.raises(ValueError, match=r"'phi' is no family .*llama, mistral, .*v3.*save_hf_pretrained"):
         HfMapping(hf)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        (
+            "*.experts.*.linear_fc2",
+            r"linear_fc1 is FP8 and .*linear_fc2 stays BF16, .*ignore all of them \('\*\.mlp\.exp",
+        ),
+        ("*.local_experts.3.*", r"local_experts\.0\.linear_fc1 is FP8 and .*local_experts\.3\.linear_fc1 stays BF16"),
+        (
+            "*.linear_q_down_proj",
+            r"linear_kv_down_proj is FP8 and .*linear_q_down_proj stays BF16, .*\('\*_down_proj'\)",
+        ),
+    ],
+)
+def test_plan_refuses_half_of_what_engines_serve_as_one(pattern: str, message: str) -> None:
+    hf = opened(family_configs(WHOLE_TILES)["deepseek_v3"], "DeepseekV3ForCausalLM")
+    with pytest.raises(ValueError, match=message):
+        plan_export(hf, HfMapping(hf), LATENT_LINEARS, Fp8BlockRecipe(ignore=(pattern,)))
+    plan = plan_export(hf, HfMapping(hf), LATENT_LINEARS, Fp8BlockRecipe(ignore=("*.mlp.experts.*", "*_down_proj")))
+    assert {"model.layers.1.mlp.experts", "model.layers.1.mlp.experts.3.up_proj"} <= set(plan.ignored)
+
+
+def test_plan_refuses_a_tile_of_gate_and_up() -> None:
+    hf = opened(Glm4Config(num_hidden_layers=1, hidden_size=256, intermediate_size=320), "Glm4ForCausalLM")
+    with pytest.raises(ValueError, match=r"gate_up_proj\.weight holds gate above up, 320 rows each, no multiple .*128"):
+        plan_export(hf, HfMapping(hf), [FC1], JETRL_FP8)
+    linears = [FC1, FC1.replace("fc1", "fc2")]
+    plan = plan_export(hf, HfMapping(hf), linears, Fp8BlockRecipe(ignore=("*.linear_fc1",)))
+    assert plan.tensors["model.layers.0.mlp.gate_up_proj.weight"] == TensorSpec((640, 256), torch.bfloat16)
+
+
+def test_bridge_builds_no_glm4_without_its_norms() -> None:
+    hf = opened(Glm4Config(num_hidden_layers=1), "Glm4ForCausalLM")
+    provider = family_bridge(hf.config).to_megatron_provider(load_weights=False)
+    with pytest.raises(ValueError, match="no layer with GLM-4's norms behind attention and MLP"):
+        provider.transformer_layer_spec(provider)
 
 
 @pytest.mark.parametrize("stored", ["experts.linear_fc1.weight3", "experts.local_experts.3.linear_fc1.weight"])
@@ -188,6 +248,7 @@ def test_experts_have_one_name_in_every_class(stored: str) -> None:
 
 
 def test_router_bias_keeps_float32_exact() -> None:
+    """sglang#37133."""
     glm = HfMapping(opened(Glm4MoeConfig(n_routed_experts=4), "Glm4MoeForCausalLM"))
     bias = torch.tensor([1 + 2**-20, -3.0, 0.1, 7.0])
     (matrix,) = glm.split("decoder.layers.2.mlp.router.expert_bias", bias)

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import os
+import pickle
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +82,7 @@ def test_checkpoint_refuses_to_choose_an_iteration(tmp_path: Path, tensors: dict
 
 
 def test_checkpoint_names_the_missing_file(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Megatron-LM#5844."""
     folder = save_torch_dist(tmp_path / "ck", tensors)
     (folder / "__0_0.distcp").unlink()
     with pytest.raises(ValueError, match=r"ck/__0_0\.distcp is missing"):
@@ -118,6 +123,45 @@ def test_checkpoint_says_what_a_foreign_folder_is(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_text("no pickle")
     with pytest.raises(ValueError, match=r"\.metadata is no index of torch\.distributed\.checkpoint"):
         ShardedCheckpoint(tmp_path)
+
+
+class _Calls:
+    """An object whose pickle calls a function."""
+
+    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
+        self._called = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._called
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["the_index", "part_of_it"])
+def test_no_function_of_an_index_is_called(tmp_path: Path, tensors: dict[str, torch.Tensor], whole: bool) -> None:
+    folder, made = save_torch_dist(tmp_path / "ck", tensors), tmp_path / "made"
+    call = _Calls(os.mkdir, str(made))
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data = call
+    (folder / ".metadata").write_bytes(pickle.dumps(call if whole else metadata))
+    if whole:
+        with pytest.raises(ValueError, match=r"\.metadata is no index of .*: it holds mkdir"):
+            ShardedCheckpoint(folder)
+    else:
+        checkpoint = ShardedCheckpoint(folder)
+        assert all(checkpoint.read(parameter).isfinite().all() for parameter in checkpoint.parameters)
+    assert not made.exists()
+    pickle.loads((folder / ".metadata").read_bytes())
+    assert made.exists()
+
+
+def test_checkpoint_of_a_wrapped_model_has_the_same_names(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    wrapped = {key if "optimizer" in key else f"module.{key}": tensor for key, tensor in tensors.items()}
+    plain, other = (
+        ShardedCheckpoint(save_torch_dist(tmp_path / name, saved))
+        for name, saved in (("plain", tensors), ("wrapped", wrapped))
+    )
+    assert [parameter.name for parameter in plain.parameters] == [parameter.name for parameter in other.parameters]
+    for ours, theirs in zip(plain.parameters, other.parameters, strict=True):
+        assert torch.equal(plain.read(ours), other.read(theirs)), ours.name
 
 
 def test_checkpoint_without_model_raises(tmp_path: Path) -> None:

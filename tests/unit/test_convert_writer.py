@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from jetrl_megatron import JETRL_FP8
 from jetrl_megatron.convert.plan import ExportPlan, TensorSpec
-from jetrl_megatron.convert.writer import exported_recipe, write_export
+from jetrl_megatron.convert.writer import check_out, exported_recipe, write_export
 
 CONFIG = {"jetrl": {"version": 1, "recipe": JETRL_FP8.to_dict(), "fingerprint": JETRL_FP8.fingerprint}}
 TENSORS = {
@@ -82,3 +82,9 @@ def test_write_export_keeps_the_old_export_when_interrupted(tmp_path: Path) -> N
 def test_write_export_needs_the_folder_above(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nothing is no folder: create it"):
         write_export(TENSORS.items(), tmp_path / "nothing/out", plan=PLAN, config=CONFIG)
+
+
+@pytest.mark.parametrize("out", [".", "/"])
+def test_check_out_refuses_a_place_without_a_name(out: str) -> None:
+    with pytest.raises(ValueError, match=r"names no folder to make: choose a name for the export, e\.g\."):
+        check_out(Path(out), force=True)

@@ -115,7 +115,7 @@ def _moved(folder: Path) -> None:
         (_set(0.3), [f"{SCALE}[1, 0]: 0.30000001192092896 is no power of two, as the format wants; 1 of 6 scales"]),
         (
             lambda folder: changed(folder, lambda t: t.update({SCALE: t[SCALE].t().contiguous()}), SCALE),
-            [f"needs a scale F32 [3, 2], and {SCALE} is F32 [2, 3]", "grid 2x3 does not fit", "expected 3x2"],
+            [f"F8_E8M0 [3, 2], and {SCALE} is F32 [2, 3]", "grid 2x3 does not fit", "expected 3x2"],
         ),
         (_cut_file, [".safetensors is damaged"]),
         (lambda folder: _file_of(folder).unlink(), [".safetensors: missing, and model.safetensors.index.json places"]),
@@ -146,6 +146,7 @@ def test_inspect_names_each_contradiction(
     spoil: Callable[[Path], None],
     faults: list[str],
 ) -> None:
+    """vllm#46311, vllm#45835, vllm#47116, verl#7224."""
     folder = Path(shutil.copytree(export, tmp_path / "out"))
     spoil(folder)
     assert main(["inspect", str(folder)]) == 1

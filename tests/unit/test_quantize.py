@@ -23,6 +23,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_round_up_to_power_of_two_next_to_powers_exact():
+    """ao#4725."""
     x = torch.tensor([0x3C000001, 0x3C000000, 0x3BFFFFFF], dtype=torch.int32).view(torch.float32)
     assert round_up_to_power_of_two(x).tolist() == [2**-6, 2**-7, 2**-7]
 
@@ -55,6 +56,7 @@ def test_weight_codes_survive_requantisation_for_every_bf16_amax_exact():
 
 
 def test_weight_requantised_on_load_keeps_scale_and_code():
+    """Megatron-LM#6666."""
     w = torch.zeros(128, 128)
     w[0, 0] = 3.59375
     q = quantize_weight(w)
@@ -73,12 +75,14 @@ def test_weight_edge_tiles_are_padded_with_zero():
 
 
 def test_weight_scale_shape_is_of_tiles():
+    """DeepSeek-V3#661."""
     q = quantize_weight(torch.randn(256, 384))
     assert q.scale.shape == (2, 3) and q.scale.dtype == torch.float32
     assert q.data.shape == (256, 384) and q.data.dtype == torch.float8_e4m3fn
 
 
 def test_weight_fp32_recipe_is_not_rounded_to_a_power_of_two():
+    """miles#2034."""
     w = torch.full((128, 128), 3.0)
     assert quantize_weight(w, FP32).scale.item() == pytest.approx(0.00669643, abs=1e-8)
     assert quantize_weight(w, JETRL_FP8).scale.item() == 0.0078125
@@ -96,6 +100,7 @@ def test_scale_is_a_true_division_exact():
 
 
 def test_weight_fp32_master_and_bf16_copy_give_the_same_codes_exact():
+    """xtuner#2044."""
     master = torch.full((128, 128), 1.0059062)
     assert master.bfloat16()[0, 0].item() == 1.0078125
     assert quantize_weight(master, FP32).equal(quantize_weight(master.bfloat16(), FP32))
@@ -103,6 +108,7 @@ def test_weight_fp32_master_and_bf16_copy_give_the_same_codes_exact():
 
 @RECIPES
 def test_weight_of_zeros_has_finite_positive_scales(recipe):
+    """slime#2256."""
     w = torch.zeros(256, 256)
     w[0, 0] = 1
     q = quantize_weight(w, recipe)
@@ -112,6 +118,7 @@ def test_weight_of_zeros_has_finite_positive_scales(recipe):
 
 
 def test_activation_zero_group_scale_is_a_power_of_two():
+    """vllm#58032."""
     scale = quantize_activation(torch.zeros(1, 128)).scale
     assert scale.item() > 0
     assert bits(scale).item() & 0x7FFFFF == 0
@@ -124,6 +131,7 @@ def test_activation_scale_ue8m0_for_every_bf16_amax_exact():
 
 
 def test_cast_saturates_exact():
+    """transformers#42775."""
     codes = saturating_cast(torch.tensor([464.0, 465.0, 500.0, -1000.0]), JETRL_FP8)
     assert codes.float().tolist() == [448.0, 448.0, 448.0, -448.0]
 
@@ -211,6 +219,7 @@ def test_quantize_rejects_what_is_no_float_matrix():
 
 
 def test_tensor_block_is_stated_not_guessed():
+    """1000 rows with 8 rows of scales: a tile that is guessed from shapes would have 125."""
     scale = torch.arange(1.0, 9.0)[:, None]
     q = BlockScaledTensor(torch.ones(1000, 128).to(torch.float8_e4m3fn), scale, (128, 128), JETRL_FP8)
     values = q.dequantize()[:, 0]
@@ -218,6 +227,7 @@ def test_tensor_block_is_stated_not_guessed():
 
 
 def test_tensor_transposed_scale_raises():
+    """vllm#47116."""
     w = torch.randn(512, 6144).to(torch.float8_e4m3fn)
     assert BlockScaledTensor(w, torch.ones(4, 48), (128, 128), JETRL_FP8).scale.shape == (4, 48)
     with pytest.raises(ValueError, match=r"scale is \[48, 4\].*expected \[4, 48\].*not transposed"):
@@ -233,6 +243,7 @@ def test_tensor_wrong_dtypes_raise():
 
 
 def test_tensor_transpose_moves_scales_with_tiles():
+    """unsloth#8953."""
     codes = torch.ones(250, 256).to(torch.float8_e4m3fn)
     q = BlockScaledTensor(codes, torch.tensor([[1.0, 2.0], [4.0, 8.0]]), (128, 128), JETRL_FP8)
     assert q.t().dequantize()[0, 200] == 4

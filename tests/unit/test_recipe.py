@@ -92,6 +92,7 @@ def test_recipe_ignore_given_as_string_raises():
 
 
 def test_precision_misspelt_lists_allowed_values():
+    """NeMo-RL#971."""
     assert recipe_for_precision("jetrl_fp8") == JETRL_FP8
     assert recipe_for_precision("bf16") is None
     with pytest.raises(ValueError, match="precision: 'jetrl-fp8' is unknown: use one of bf16, jetrl_fp8"):

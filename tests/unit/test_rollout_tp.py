@@ -27,6 +27,24 @@ QWEN3_30B_A3B = {
 }
 
 
+DEEPSEEK_V3 = {
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "num_hidden_layers": 61,
+}
+
+
 def legal_sizes(config: object, recipe: Fp8BlockRecipe = JETRL_FP8, upto: int = 64) -> list[int]:
     legal = []
     for tp in range(1, upto + 1):
@@ -60,6 +78,7 @@ def test_check_rollout_tp_half_billion_at_two_names_the_cut() -> None:
 
 @pytest.mark.parametrize(("width", "tp", "cut", "legal"), [(768, 4, 192, "1, 2"), (1408, 2, 704, "1")])
 def test_check_rollout_tp_expert_width_names_the_cut(width: int, tp: int, cut: int, legal: str) -> None:
+    """vllm#44763."""
     config = {**QWEN3_30B_A3B, "moe_intermediate_size": width}
     with pytest.raises(ValueError, match=rf"experts' down_proj: {width} / {tp} = {cut} .*128; use rollout TP {legal}$"):
         check_rollout_tp(config, tp, JETRL_FP8)
@@ -116,6 +135,25 @@ def test_check_rollout_tp_reads_the_text_part_of_a_multimodal_configuration() ->
         check_rollout_tp({"text_config": QWEN2_HALF_B, "hidden_size": 1024}, 2, JETRL_FP8)
 
 
-def test_check_rollout_tp_latent_attention_is_refused_as_unknown() -> None:
-    with pytest.raises(ValueError, match="kv_lora_rank"):
-        check_rollout_tp({**QWEN3_30B_A3B, "kv_lora_rank": 512}, 2, JETRL_FP8)
+def test_check_rollout_tp_deepseek_v3_stops_where_the_dense_layers_are_cut() -> None:
+    assert legal_sizes(DEEPSEEK_V3, upto=128) == [1, 2, 4, 8, 16]
+    with pytest.raises(
+        ValueError, match=r"columns of down_proj: 18432 / 32 = 576 .*128; use rollout TP 1, 2, 4, 8, 16"
+    ):
+        check_rollout_tp(DEEPSEEK_V3, 32, JETRL_FP8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "message"),
+    [
+        ({"num_attention_heads": 2}, 2, r"rows of q_b_proj: 384 / 2 = 192 is no multiple"),
+        ({"num_attention_heads": 2, "q_lora_rank": None}, 2, r"rows of q_proj: 384 / 2 = 192 is no multiple"),
+        ({"q_lora_rank": 1500}, 1, r"rows of q_a_proj, columns of q_b_proj: 1500 is no multiple"),
+        ({"kv_lora_rank": 500}, 1, r"columns of kv_b_proj: 500 is no multiple"),
+        ({"v_head_dim": 64, "qk_nope_head_dim": 192, "num_attention_heads": 6}, 2, r"columns of o_proj: 384 / 2 = 192"),
+        ({"qk_nope_head_dim": 192, "num_attention_heads": 2}, 2, r"rows of kv_b_proj: 640 / 2 = 320 is no multiple"),
+    ],
+)
+def test_check_rollout_tp_latent_attention_names_the_cut(changes: dict[str, object], tp: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_rollout_tp({**DEEPSEEK_V3, **changes}, tp, JETRL_FP8)
