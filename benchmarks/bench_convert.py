@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import hashlib
 import io
 import json
 import pickle
 import pstats
+import random
 import resource
 import shutil
 import subprocess
@@ -48,6 +50,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "bench_convert.json")
     parser.add_argument("--folder", type=Path, help="where the checkpoint and the export lie meanwhile")
     parser.add_argument("--workers", default="1,2", help="comma-separated numbers of threads to measure")
+    parser.add_argument("--kills", type=int, default=0, help="also kill a conversion so often, and go on after each")
     parser.add_argument("--profile", type=Path, help="write which functions took a single thread's time")
     parser.add_argument("--dry-run", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
@@ -63,9 +66,12 @@ def main() -> None:
         write_config(folder / "hf", model)
         for workers in map(int, options.workers.split(",")):
             _measure(run, model, folder, parameters, workers)
+        if options.kills:
+            _kill(run, model, folder, parameters)
+    kills = f" --kills {options.kills}" if options.kills else ""
     for row in run.rows:
         # Where the files lay and what else was written says nothing about the figures.
-        row["command"] = f"python -m benchmarks.bench_convert --workers {options.workers}"
+        row["command"] = f"python -m benchmarks.bench_convert --workers {options.workers}{kills}"
     run.write()
 
 
@@ -86,6 +92,41 @@ def _measure(run: Run, model: Model, folder: Path, parameters: int, workers: int
     run.add(model, shape, None, "jetrl/BF16 input per core", megabytes / found["cpu_s"], "MB/s of CPU time")
     run.add(model, shape, None, "jetrl/peak memory above the interpreter", found["peak_bytes"], "B")
     print(f"{shape}: {json.dumps(found)}", flush=True)
+
+
+def _kill(run: Run, model: Model, folder: Path, parameters: int) -> None:
+    """Kills `jetrl convert` at random moments; started again it goes on, and ends with the bytes of an unhurt one."""
+    out = folder / "export"
+    command = [sys.executable, "-W", "ignore", "-m", "jetrl_megatron.convert", str(folder / "source"), str(out)]
+    command += ["--hf-config", str(folder / "hf"), "--workers", "2"]
+    start = time.perf_counter()
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    whole, expected = time.perf_counter() - start, _digests(out)
+    shutil.rmtree(out)
+    moments, kills = random.Random(0), 0
+    while not out.exists():
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+            try:
+                process.wait(moments.uniform(0.2, 0.9) * whole if kills < run.options.kills else None)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                kills += 1
+        # A killed one must not have shown anything under the final name; one that was quicker than its end has done so.
+        require(out.exists() == (process.returncode == 0), f"status {process.returncode}, {out} exists: {out.exists()}")
+        if out.exists():
+            require(_digests(out) == expected, f"after {kills} kills the bytes are others")
+            if kills < run.options.kills:
+                shutil.rmtree(out)
+    shutil.rmtree(out)
+    run.add(model, f"{parameters / 1e9:.2f}e9 parameters, 2 threads", None, "jetrl/killed, same bytes", kills, "kills")
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    found = {}
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as file:
+            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def _child(folder: Path, out: Path, workers: int, profile: Path | None) -> None:
