@@ -98,6 +98,11 @@ class Fp8LinearMixin(torch.nn.Module):
         refresh, self.is_first_microbatch = self.is_first_microbatch, False
         return self._cache.get(weight, refresh=refresh)
 
+    def release_quantized_weight(self) -> None:
+        """Frees the FP8 weight; the next forward makes it anew. For phases in which the model waits without its GPU."""
+        if self._plan is not None:
+            self._cache = WeightCache(self._plan.quantize_weight)
+
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self.quantized:
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc, no-any-return]

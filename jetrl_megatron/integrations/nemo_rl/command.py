@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from jetrl_megatron.integrations.nemo_rl.files import LoadedConfig, leaves, load_config, nemo_rl_checkout
 from jetrl_megatron.integrations.nemo_rl.resolution import ResolvedConfig, resolve
+from jetrl_megatron.integrations.nemo_rl.seams import check_checkout
 
 SCRIPTS = {"grpo": Path("examples", "run_grpo.py")}
 """NeMo-RL's scripts that the command runs, by name."""
@@ -68,9 +69,8 @@ def prepare(
     resolved = read_config(config, overlays, overrides)
     if resolved.recipe is not None:
         from jetrl_megatron.integrations.nemo_rl.driver import register_workers
-        from jetrl_megatron.integrations.nemo_rl.seams import DRIVER, check_seams
 
-        check_seams(DRIVER)
+        check_checkout(root)
         register_workers()
     return root / SCRIPTS[algorithm], resolved
 
@@ -116,10 +116,11 @@ def _override(loaded: LoadedConfig, overrides: Sequence[str]) -> None:
         raise ValueError(f"overrides={list(overrides)}: {error}") from error
     OmegaConf.set_struct(loaded.values, False)
     after = _plain_leaves(loaded.values)
+    named = [override.lstrip("+~").partition("=")[0] for override in overrides]
     for key in before.keys() - after.keys():
         loaded.origins.pop(key, None)
     for key, value in after.items():
-        if key not in before or before[key] != value:
+        if key not in before or before[key] != value or any(f"{key}.".startswith(f"{name}.") for name in named):
             loaded.origins[key] = COMMAND_LINE
 
 

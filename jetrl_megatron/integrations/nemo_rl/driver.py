@@ -18,7 +18,7 @@ WORKERS: Mapping[str, str] = {
         f"{_PACKAGE}.generation_worker.JetRLVllmGenerationWorker"
     ),
     "nemo_rl.models.generation.vllm.vllm_worker_async.VllmAsyncGenerationWorker": (
-        f"{_PACKAGE}.async_generation_worker.JetRLVllmAsyncGenerationWorker"
+        f"{_PACKAGE}.generation_worker.JetRLVllmAsyncGenerationWorker"
     ),
 }
 """NeMo-RL's worker classes and ours."""

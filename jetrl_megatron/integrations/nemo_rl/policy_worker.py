@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ import ray
 from jetrl_megatron.convert.bridge import import_bridge
 from jetrl_megatron.integrations.megatron_bridge import use_jetrl
 from jetrl_megatron.integrations.nemo_rl.log_probs import use_parity_log_probs
-from jetrl_megatron.integrations.nemo_rl.resolution import SECTION
+from jetrl_megatron.integrations.nemo_rl.resolution import ENDPOINTS, SECTION
 from jetrl_megatron.layers import Fp8LinearMixin, use_parity_head
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.sync import JetRLWeightSynchronizer, WeightSyncError
@@ -27,8 +28,6 @@ from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker  # noq
 from nemo_rl.models.policy.workers import megatron_policy_worker  # noqa: E402
 from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl  # noqa: E402
 
-ENDPOINTS = "jetrl_endpoints"
-"""Key of the refit information under which engines find the senders."""
 
 
 class JetRLMegatronPolicyWorkerImpl(MegatronPolicyWorkerImpl):

@@ -21,6 +21,8 @@ PRECISIONS = ("bfloat16", "float16", "float32", PRECISION)
 """Values of `policy.precision`: NeMo-RL's own, and ours."""
 SECTION = "jetrl"
 """Section of `policy` with our own keys, `recipe` and `parity`; its resolved form is in `policy.generation` as well."""
+ENDPOINTS = "jetrl_endpoints"
+"""Key of NeMo-RL's refit information under which engines find the trainer's senders."""
 
 _SECTIONS = ("policy", "policy.megatron_cfg", "policy.generation", "policy.generation.vllm_cfg", "loss_fn", "cluster")
 _BF16 = "bfloat16"
