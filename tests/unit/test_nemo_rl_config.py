@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from jetrl_megatron import cli
+from jetrl_megatron.integrations.nemo_rl.checkout import nemo_rl_checkout
 from jetrl_megatron.integrations.nemo_rl.command import read_config
-from jetrl_megatron.integrations.nemo_rl.files import load_config, nemo_rl_checkout
+from jetrl_megatron.integrations.nemo_rl.files import load_config
 from jetrl_megatron.integrations.nemo_rl.resolution import resolve
 from jetrl_megatron.recipe import JETRL_FP8, Fp8BlockRecipe
 
@@ -65,7 +66,9 @@ def test_conf_resolves(policy, overlays):
     assert (resolved.recipe == JETRL_FP8) is not bool(overlays)
     assert set(resolved.origins) == {key for key, _ in _leaves(resolved.values)}
     if overlays:
-        assert "jetrl" not in values and "vllm_kwargs" not in (values["generation"] if nemo_rl_checkout() is None else {})
+        assert "jetrl" not in values and "vllm_kwargs" not in (
+            values["generation"] if nemo_rl_checkout() is None else {}
+        )
         return
     assert not [note for note in resolved.notes if "not promised" in note]
     generation = values["generation"]
@@ -124,7 +127,7 @@ def test_resolve_leaves_other_precisions_alone(write):
         ("policy: {generation: {vllm_cfg: {precision: fp8}}}", ["vllm_cfg.precision='fp8'", "'bfloat16'"]),
         ("policy: {generation: {vllm_cfg: {kv_cache_dtype: fp8}}}", ["kv_cache_dtype='fp8'", "'auto'"]),
         ("policy: {generation: {vllm_cfg: {num_last_layers_in_bf16: 2}}}", ["num_layers_at_end_in_bf16"]),
-        ("policy: {generation: {vllm_cfg: {env_vars: {VLLM_USE_DEEP_GEMM_E8M0: '0'}}}}", ["VLLM_USE_DEEP_GEMM_E8M0='0'"]),
+        ("policy: {generation: {vllm_cfg: {env_vars: {VLLM_USE_DEEP_GEMM: '0'}}}}", ["VLLM_USE_DEEP_GEMM='0'"]),
         ("policy: {generation: {temperature: 0.7}}", ["temperature=0.7", "policy.jetrl.parity: false"]),
         ("policy: {generation: {vllm_kwargs: {attention_backend: FLASHINFER}}}", ["attention_backend='FLASHINFER'"]),
         ("policy: {generation: {vllm_kwargs: {compilation_config: {custom_ops: [all]}}}}", ["custom_ops=['all']"]),

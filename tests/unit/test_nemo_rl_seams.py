@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jetrl_megatron.integrations.nemo_rl import command
-from jetrl_megatron.integrations.nemo_rl.files import nemo_rl_checkout
+from jetrl_megatron.integrations.nemo_rl.checkout import nemo_rl_checkout
 from jetrl_megatron.integrations.nemo_rl.seams import (
     SEAMS,
     SUPPORTED_NEMO_RL,

@@ -13,7 +13,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from jetrl_megatron.integrations.nemo_rl.files import LoadedConfig, leaves, load_config, nemo_rl_checkout
+from jetrl_megatron.integrations.nemo_rl.checkout import nemo_rl_checkout
+from jetrl_megatron.integrations.nemo_rl.files import LoadedConfig, leaves, load_config
 from jetrl_megatron.integrations.nemo_rl.resolution import ResolvedConfig, resolve
 from jetrl_megatron.integrations.nemo_rl.seams import check_checkout
 
@@ -40,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, type=Path, metavar="FILE")
     parser.add_argument("--overlay", type=Path, metavar="FILE", action="append", default=[], help="file on top of it")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    parsed = parser.parse_args(arguments)
+    # Intermixed: overrides stand behind options.
+    parsed = parser.parse_intermixed_args(arguments)
     try:
         script, resolved = prepare(parsed.algorithm, parsed.config, parsed.overlay, parsed.overrides)
     except ValueError as error:

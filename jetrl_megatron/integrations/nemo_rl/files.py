@@ -6,7 +6,6 @@ configuration can be looked at on any machine; without a checkout, NeMo-RL's own
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +15,13 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from jetrl_megatron.integrations.nemo_rl.checkout import CONFIGS, nemo_rl_checkout
+
 REFERENCE = "${nemo_rl:grpo_math_1B.yaml}"
 """How a file inherits from one of NeMo-RL's examples/configs, wherever the checkout lies."""
 
 _REFERENCE = re.compile(r"^\$\{nemo_rl:(.+)\}$")
 _REPLACE = "_override_"
-_CONFIGS = Path("examples", "configs")
 _RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
     "add": lambda a, b: a + b,
     "mul": lambda a, b: a * b,
@@ -104,24 +104,6 @@ def _lies_in(key: str, section: str) -> bool:
     return key == section or key.startswith(f"{section}.")
 
 
-def nemo_rl_checkout() -> Path | None:
-    """Folder of the NeMo-RL checkout on the import path, found without importing it; None where there is none.
-
-    Raises:
-        ValueError: there is a package `nemo_rl`, but no checkout around it.
-    """
-    spec = importlib.util.find_spec("nemo_rl")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    root = Path(spec.submodule_search_locations[0]).parent
-    if not (root / _CONFIGS).is_dir():
-        raise ValueError(
-            f"nemo_rl={root} is no checkout of NeMo-RL: {root / _CONFIGS} is missing (PyPI's nemo-rl 0.0.0 is a "
-            "placeholder); put a clone of github.com/NVIDIA-NeMo/RL on PYTHONPATH"
-        )
-    return root
-
-
 def load_config(path: str | Path, overlays: Sequence[str | Path] = ()) -> LoadedConfig:
     """Reads a file with everything that it inherits, and overlays on top of it.
 
@@ -152,7 +134,7 @@ def _resolve_reference(name: str) -> str:
     root = nemo_rl_checkout()
     if root is None:
         raise ValueError(f"${{nemo_rl:{name}}}: there is no NeMo-RL checkout on PYTHONPATH")
-    return str(root / _CONFIGS / name)
+    return str(root / CONFIGS / name)
 
 
 def _load(path: Path, above: tuple[Path, ...]) -> LoadedConfig:
@@ -174,7 +156,7 @@ def _load(path: Path, above: tuple[Path, ...]) -> LoadedConfig:
         if reference and root is None:
             loaded.missing.append(reference[1])
             continue
-        parent = root / _CONFIGS / reference[1] if reference and root else path.parent / name
+        parent = root / CONFIGS / reference[1] if reference and root else path.parent / name
         loaded.merge(_load(parent, (*above, path.resolve())))
     loaded.merge(own)
     return loaded
@@ -203,8 +185,8 @@ def _names(parents: Any, path: Path) -> list[str]:
 def _label(path: Path) -> str:
     root = nemo_rl_checkout()
     resolved = path.resolve()
-    if root is not None and resolved.is_relative_to((root / _CONFIGS).resolve()):
-        return f"nemo_rl:{resolved.relative_to((root / _CONFIGS).resolve())}"
+    if root is not None and resolved.is_relative_to((root / CONFIGS).resolve()):
+        return f"nemo_rl:{resolved.relative_to((root / CONFIGS).resolve())}"
     return str(path)
 
 

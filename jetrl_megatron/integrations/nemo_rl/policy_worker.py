@@ -6,7 +6,9 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -23,11 +25,11 @@ from jetrl_megatron.sync.megatron_source import MegatronSource
 # Before NeMo-RL imports it: it has to import without TransformerEngine too, and to know our linears.
 import_bridge()
 
+from megatron.bridge.training import initialize  # noqa: E402
 from nemo_rl.distributed import model_utils  # noqa: E402
 from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker  # noqa: E402
 from nemo_rl.models.policy.workers import megatron_policy_worker  # noqa: E402
 from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl  # noqa: E402
-
 
 
 class JetRLMegatronPolicyWorkerImpl(MegatronPolicyWorkerImpl):
@@ -45,7 +47,7 @@ class JetRLMegatronPolicyWorkerImpl(MegatronPolicyWorkerImpl):
             # The layer spec that the Hugging Face model is imported with; `use_jetrl` chooses alike.
             specs = importlib.import_module("megatron.bridge.models.gpt_provider")
             self._transformer_layer_spec = specs.local_layer_spec
-        with _our_model(recipe, parity):
+        with _our_model(recipe, parity), _without_index_builder():
             super().__init__(config, *args, **kwargs)
         if parity:
             hf_config = self.megatron_bridge.hf_pretrained.config
@@ -66,7 +68,9 @@ class JetRLMegatronPolicyWorkerImpl(MegatronPolicyWorkerImpl):
             self._synchronizer = JetRLWeightSynchronizer(source, senders="all")
             return {ENDPOINTS: self._synchronizer.endpoints}
         if self._engine_workers is None:
-            raise RuntimeError("init_collective has to come before prepare_refit_info: it tells the number of receivers")
+            raise RuntimeError(
+                "init_collective has to come before prepare_refit_info: it tells the number of receivers"
+            )
         self._synchronizer = JetRLWeightSynchronizer(
             source,
             receivers=self._engine_workers,
@@ -99,11 +103,8 @@ class JetRLMegatronPolicyWorkerImpl(MegatronPolicyWorkerImpl):
             # Ray carries a plain exception unchanged from process to process.
             raise RuntimeError(f"weight update failed, engines serve the old version: {error}") from error
         if self.rank == 0:
-            print(
-                f"jetrl: weights of version {report.version}: {report.nbytes / 2**30:.2f} GiB in {report.seconds:.2f} s, "
-                f"{report.buckets} buckets",
-                flush=True,
-            )
+            size = f"{report.nbytes / 2**30:.2f} GiB in {report.buckets} buckets"
+            print(f"jetrl: weights of version {report.version}: {size}, {report.seconds:.2f} s", flush=True)
 
 
 def recipe_of(config: Any) -> tuple[Fp8BlockRecipe, bool]:
@@ -130,6 +131,21 @@ def _our_model(recipe: Fp8BlockRecipe, parity: bool) -> Iterator[None]:
         yield
     finally:
         megatron_policy_worker.setup_model_and_optimizer = theirs
+
+
+@contextlib.contextmanager
+def _without_index_builder() -> Iterator[None]:
+    """While entered, Megatron-Bridge does not compile Megatron's index builder where its sources are missing.
+
+    PyPI's Megatron-Core has it compiled, and no Makefile; without one, Megatron ends the process. RL does not use it.
+    """
+    theirs = initialize.compile_helpers
+    if not (Path(inspect.getfile(theirs)).parent / "Makefile").exists():
+        initialize.compile_helpers = lambda: None
+    try:
+        yield
+    finally:
+        initialize.compile_helpers = theirs
 
 
 @ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))

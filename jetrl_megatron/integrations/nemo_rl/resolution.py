@@ -115,10 +115,11 @@ def _precision(loaded: LoadedConfig) -> str:
 
 
 def _check_no_section(loaded: LoadedConfig, precision: str) -> None:
-    if loaded.get(f"policy.{SECTION}") is not None:
+    key = f"policy.{SECTION}"
+    if loaded.get(key) is not None:
         raise ValueError(
-            f"policy.{SECTION} (from {loaded.origin(f'policy.{SECTION}')}) contradicts policy.precision: {precision!r}, "
-            f"which has no recipe: set policy.precision: {PRECISION}, or policy.{SECTION}: null"
+            f"{key} (from {loaded.origin(key)}) contradicts policy.precision: {precision!r}, which has no recipe: set "
+            f"policy.precision: {PRECISION}, or {key}: null"
         )
 
 
