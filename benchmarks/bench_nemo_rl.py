@@ -1,9 +1,9 @@
 """NeMo-RL's own GRPO on one GPU, with `precision: jetrl_fp8` and with both baselines: what mismatch each step has.
 
-    python -m benchmarks.bench_nemo_rl [--model FOLDER] [--steps 3] [--runs jetrl_fp8,bf16,...] [--out FILE] [KEY=VALUE ...]
+    python -m benchmarks.bench_nemo_rl [--model FOLDER] [--steps 3] [--runs jetrl_fp8,bf16,...] [KEY=VALUE ...]
 
-Each run is the command that a user types, on conf/grpo_smoke_1n1g.yaml. Without a model a random one with a tokenizer of
-bytes is made; its rewards are all zero, so weight decay is what changes the weights. `token_mult_prob_error` and
+Each run is the command that a user types, on conf/grpo_smoke_1n1g.yaml. Without a model a random one with a tokenizer
+of bytes is made; its rewards are all zero, so weight decay is what changes the weights. `token_mult_prob_error` and
 `gen_kl_error` are read from NeMo-RL's TensorBoard files.
 """
 
