@@ -115,11 +115,16 @@ def recipe_of(config: Any) -> tuple[Fp8BlockRecipe, bool]:
 
 @contextlib.contextmanager
 def _our_model(recipe: Fp8BlockRecipe, parity: bool) -> Iterator[None]:
-    """While entered, the worker's model is built with our layer spec."""
+    """While entered, the worker's models are built with our layer spec.
+
+    Afterwards their configuration names NeMo-RL's again: checkpoints carry it, and whoever reads those need not know us.
+    """
     theirs = megatron_policy_worker.setup_model_and_optimizer
+    changed: list[tuple[Any, Any]] = []
 
     @functools.wraps(theirs)
     def setup(policy_cfg: Any, megatron_cfg: Any, *args: Any, **kwargs: Any) -> Any:
+        changed.append((megatron_cfg.model, megatron_cfg.model.transformer_layer_spec))
         use_jetrl(megatron_cfg.model, recipe, parity=parity)
         state = theirs(policy_cfg, megatron_cfg, *args, **kwargs)
         if parity:
@@ -131,6 +136,8 @@ def _our_model(recipe: Fp8BlockRecipe, parity: bool) -> Iterator[None]:
         yield
     finally:
         megatron_policy_worker.setup_model_and_optimizer = theirs
+        for provider, layer_spec in changed:
+            provider.transformer_layer_spec = layer_spec
 
 
 @contextlib.contextmanager
