@@ -231,7 +231,7 @@ class JetRLWeightSynchronizer:
             self._sending.publish(slot, bucket.nbytes)
             for connection in connections:
                 connection.send("bucket", index=index, slot=slot)
-            self._sending.complete(slot, self._timeout)
+            self._sending.complete(slot, self._timeout, lambda: [connection.check() for connection in connections])
         return problems
 
     def _commit(self, connections: list[Connection]) -> list[str]:

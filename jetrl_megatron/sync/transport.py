@@ -12,6 +12,7 @@ import datetime
 import os
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -48,8 +49,8 @@ class Sending(Protocol):
     def publish(self, slot: int, nbytes: int) -> None:
         """Lets the workers have the first bytes of a slot; returns when they may be told."""
 
-    def complete(self, slot: int, timeout: float) -> None:
-        """Waits until the bytes have left, after the workers were told."""
+    def complete(self, slot: int, timeout: float, check: Callable[[], None]) -> None:
+        """Waits until the bytes have left, after the workers were told; `check` raises if one of them is gone."""
 
     def end(self, *, failed: bool) -> None:
         """Gives the slots back."""
@@ -84,7 +85,7 @@ class SharedMemorySending:
     def publish(self, slot: int, nbytes: int) -> None:
         """Nothing to do: the bytes are where they are read."""
 
-    def complete(self, slot: int, timeout: float) -> None:
+    def complete(self, slot: int, timeout: float, check: Callable[[], None]) -> None:
         """Nothing to do."""
 
     def end(self, *, failed: bool) -> None:
@@ -134,7 +135,7 @@ class IpcSending:
         """Waits for the kernels that filled the slot, since streams do not order processes."""
         torch.cuda.current_stream(self._device).synchronize()
 
-    def complete(self, slot: int, timeout: float) -> None:
+    def complete(self, slot: int, timeout: float, check: Callable[[], None]) -> None:
         """Nothing to do."""
 
     def end(self, *, failed: bool) -> None:
@@ -215,7 +216,7 @@ class GroupSending:
         assert self._group is not None
         self._works[slot] = self._group.broadcast(self.slots[slot][:nbytes])
 
-    def complete(self, slot: int, timeout: float) -> None:
+    def complete(self, slot: int, timeout: float, check: Callable[[], None]) -> None:
         """Waits for the broadcast.
 
         Raises:
@@ -223,6 +224,7 @@ class GroupSending:
         """
         work, deadline = self._works.pop(slot), time.monotonic() + timeout
         while not _finished(work):
+            check()
             if time.monotonic() > deadline:
                 raise WeightSyncError([f"a broadcast did not end within {timeout:g} s: a worker does not take part"])
             time.sleep(_POLL_SECONDS)

@@ -6,6 +6,7 @@ command that raises is answered with the error's type and text.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from jetrl_megatron.verify.environment import cpu_engine_environment
+
 PROMPTS = tuple(tuple(range(3 + index, 30 + 3 * index, 2)) for index in range(4))
 TOKENS = 6
 
@@ -27,7 +30,7 @@ def answer(connection: Connection, commands: dict[str, Callable[..., Any]]) -> N
     while True:
         try:
             command = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return
         try:
             connection.send(("ok", commands[command.pop("do")](**command)))
@@ -92,12 +95,16 @@ def serve_engine(connection: Connection, folder: str, ranks: int) -> None:
 
 def serve_fresh(connection: Connection) -> None:
     """Engines that are started anew for each command; vLLM is imported once."""
-    import vllm  # noqa: F401
+    importlib.import_module("vllm")
 
-    def fresh(folder: str) -> dict[str, Any]:
+    def fresh(folder: str, ranks: int) -> dict[str, Any]:
+        def run() -> None:
+            os.environ.update(cpu_engine_environment(ranks))
+            theirs.send(score(start_engine(folder, ranks)))
+
         context = get_context("fork")
         ours, theirs = context.Pipe()
-        process = context.Process(target=lambda: theirs.send(score(start_engine(folder, 1))))
+        process = context.Process(target=run)
         process.start()
         theirs.close()
         result: dict[str, Any] = ours.recv()
