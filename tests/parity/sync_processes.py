@@ -7,6 +7,7 @@ command that raises is answered with the error's type and text.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 import time
@@ -126,7 +127,7 @@ if "vllm" in sys.modules:
             held = {
                 name: parameter.data.clone()
                 for name, parameter in self.model_runner.get_model().named_parameters()
-                if parameter.dtype == torch.bfloat16
+                if parameter.dtype == torch.bfloat16 and parameter.numel()
             }
             save_file(held, Path(folder) / f"others{self.rank}.safetensors")
 
@@ -152,14 +153,14 @@ if "vllm" in sys.modules:
 # The trainer
 
 
-def serve_trainer(connection: Connection | None, hf_folder: str) -> None:
+def serve_trainer(connection: Connection | None, hf_folder: str, recipe: str) -> None:
     """One rank; the first has the connection."""
     import torch.distributed as dist
     from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 
     from jetrl_megatron.convert.export import export_vllm_checkpoint
     from jetrl_megatron.integrations.megatron_bridge import build_model
-    from jetrl_megatron.recipe import JETRL_FP8
+    from jetrl_megatron.recipe import Fp8BlockRecipe
     from jetrl_megatron.sync import JetRLWeightSynchronizer
     from jetrl_megatron.sync.megatron_source import MegatronSource
     from jetrl_megatron.verify.forward import forward_arguments
@@ -167,7 +168,13 @@ def serve_trainer(connection: Connection | None, hf_folder: str) -> None:
 
     initialize_groups(2, 1)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    model = build_model(hf_folder, tensor_parallel=2, sequence_parallel=True, recipe=JETRL_FP8, ddp=ddp)
+    model = build_model(
+        hf_folder,
+        tensor_parallel=2,
+        sequence_parallel=True,
+        recipe=Fp8BlockRecipe.from_dict(json.loads(recipe)),
+        ddp=ddp,
+    )
     optimizer = make_optimizer(model, 2e-3)
     source = MegatronSource(model, hf_config=hf_folder)
     synchronizers: dict[str, JetRLWeightSynchronizer] = {}
@@ -219,11 +226,11 @@ def _on_all_ranks(name: str, command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _rank(rank: int, address: str, hf_folder: str, rendezvous: str) -> None:
+def _rank(rank: int, address: str, hf_folder: str, recipe: str, rendezvous: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    serve_trainer(Client(address) if rank == 0 else None, hf_folder)
+    serve_trainer(Client(address) if rank == 0 else None, hf_folder, recipe)
 
 
 def main(role: str, address: str, *arguments: str) -> None:
