@@ -231,7 +231,7 @@ class EngineWeights:
                 saved.append(_Saved(target, old))
                 offset += (target.nbytes + 255) // 256 * 256
             self._saved_of_bucket.append(saved)
-        self._side: Any = torch.cuda.Stream(self.device) if cuda else None
+        self._side: Any = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
 
     def _check_scales(self, bucket: Bucket, buffer: torch.Tensor) -> None:
         scales = [part for part in bucket.slices if part.name.endswith(SCALE)]

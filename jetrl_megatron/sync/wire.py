@@ -36,12 +36,16 @@ class Connection:
         sock: connected.
         peer: what errors call the other end.
         timeout: seconds that the other end may stay silent when something is expected of it.
+
+    Attributes:
+        early: messages that came before they were expected.
     """
 
     def __init__(self, sock: socket.socket, peer: str, timeout: float) -> None:
         self._socket = sock
         self.peer = peer
         self.timeout = timeout
+        self.early: list[Message] = []
 
     def send(self, kind: str, **fields: Any) -> None:
         """Sends a message.
@@ -54,6 +58,8 @@ class Connection:
         try:
             self._socket.sendall(_LENGTH.pack(len(body)) + body)
         except OSError as error:
+            # It may have said why before it went.
+            self._drain()
             raise self._gone() from error
 
     def expect(self, kind: str, *, timeout: float | None = None) -> Message:
@@ -62,7 +68,10 @@ class Connection:
         Raises:
             WeightSyncError: the other end is gone, says nothing in time, or gives up; then with its reasons.
         """
-        message = self._receive(time.monotonic() + (self.timeout if timeout is None else timeout))
+        if self.early:
+            message = self.early.pop(0)
+        else:
+            message = self._receive(time.monotonic() + (self.timeout if timeout is None else timeout))
         if message["kind"] == "failed":
             raise WeightSyncError(message["problems"])
         if message["kind"] != kind:
@@ -76,7 +85,7 @@ class Connection:
             WeightSyncError: see `expect`.
         """
         if select.select([self._socket], [], [], 0)[0]:
-            self.expect("nothing")
+            self._read_early()
 
     def fail(self, problems: list[str]) -> None:
         """Tells the other end, if it is still there, that the update is given up."""
@@ -89,7 +98,21 @@ class Connection:
 
     def close(self) -> None:
         """Closes the connection."""
+        # Bytes that were not read would make the kernel drop those that the other end has not read yet.
+        with contextlib.suppress(WeightSyncError, OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+            self._drain()
         self._socket.close()
+
+    def _drain(self) -> None:
+        while select.select([self._socket], [], [], 0)[0]:
+            self._read_early()
+
+    def _read_early(self) -> None:
+        message = self._receive(time.monotonic() + self.timeout)
+        if message["kind"] == "failed":
+            raise WeightSyncError(message["problems"])
+        self.early.append(message)
 
     def _receive(self, deadline: float) -> Message:
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
@@ -103,7 +126,7 @@ class Connection:
         while len(read) < size:
             self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
             try:
-                part = self._socket.recv(size - len(read))
+                part = self._recv(size - len(read))
             except TimeoutError as error:
                 raise WeightSyncError([f"{self.peer} said nothing for {self.timeout:g} s"]) from error
             except OSError as error:
@@ -112,6 +135,13 @@ class Connection:
                 raise self._gone()
             read += part
         return bytes(read)
+
+    def _recv(self, size: int) -> bytes:
+        try:
+            return self._socket.recv(size)
+        except ConnectionResetError:
+            # Said once, and in front of what arrived before.
+            return self._socket.recv(size)
 
     def _gone(self) -> WeightSyncError:
         return WeightSyncError([f"{self.peer} went away"])
@@ -209,7 +239,8 @@ def expect_all(connections: Sequence[Connection], kind: str, timeout: float) -> 
     problems: list[str] = []
     deadline = time.monotonic() + timeout
     while waiting:
-        ready = select.select(list(waiting), [], [], max(deadline - time.monotonic(), 0))[0]
+        ready = [number for number, connection in waiting.items() if connection.early]
+        ready = ready or select.select(list(waiting), [], [], max(deadline - time.monotonic(), 0))[0]
         if not ready:
             break
         for number in ready:

@@ -6,6 +6,8 @@ command that raises is answered with the error's type and text.
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import sys
 import time
@@ -18,6 +20,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from jetrl_megatron.verify.environment import cpu_engine_environment
+
 PROMPTS = tuple(tuple(range(3 + index, 30 + 3 * index, 2)) for index in range(4))
 TOKENS = 6
 
@@ -27,7 +31,7 @@ def answer(connection: Connection, commands: dict[str, Callable[..., Any]]) -> N
     while True:
         try:
             command = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return
         try:
             connection.send(("ok", commands[command.pop("do")](**command)))
@@ -92,12 +96,16 @@ def serve_engine(connection: Connection, folder: str, ranks: int) -> None:
 
 def serve_fresh(connection: Connection) -> None:
     """Engines that are started anew for each command; vLLM is imported once."""
-    import vllm  # noqa: F401
+    importlib.import_module("vllm")
 
-    def fresh(folder: str) -> dict[str, Any]:
+    def fresh(folder: str, ranks: int) -> dict[str, Any]:
+        def run() -> None:
+            os.environ.update(cpu_engine_environment(ranks))
+            theirs.send(score(start_engine(folder, ranks)))
+
         context = get_context("fork")
         ours, theirs = context.Pipe()
-        process = context.Process(target=lambda: theirs.send(score(start_engine(folder, 1))))
+        process = context.Process(target=run)
         process.start()
         theirs.close()
         result: dict[str, Any] = ours.recv()
@@ -119,7 +127,7 @@ if "vllm" in sys.modules:
             held = {
                 name: parameter.data.clone()
                 for name, parameter in self.model_runner.get_model().named_parameters()
-                if parameter.dtype == torch.bfloat16
+                if parameter.dtype == torch.bfloat16 and parameter.numel()
             }
             save_file(held, Path(folder) / f"others{self.rank}.safetensors")
 
@@ -145,14 +153,14 @@ if "vllm" in sys.modules:
 # The trainer
 
 
-def serve_trainer(connection: Connection | None, hf_folder: str) -> None:
+def serve_trainer(connection: Connection | None, hf_folder: str, recipe: str) -> None:
     """One rank; the first has the connection."""
     import torch.distributed as dist
     from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 
     from jetrl_megatron.convert.export import export_vllm_checkpoint
     from jetrl_megatron.integrations.megatron_bridge import build_model
-    from jetrl_megatron.recipe import JETRL_FP8
+    from jetrl_megatron.recipe import Fp8BlockRecipe
     from jetrl_megatron.sync import JetRLWeightSynchronizer
     from jetrl_megatron.sync.megatron_source import MegatronSource
     from jetrl_megatron.verify.forward import forward_arguments
@@ -160,7 +168,13 @@ def serve_trainer(connection: Connection | None, hf_folder: str) -> None:
 
     initialize_groups(2, 1)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    model = build_model(hf_folder, tensor_parallel=2, sequence_parallel=True, recipe=JETRL_FP8, ddp=ddp)
+    model = build_model(
+        hf_folder,
+        tensor_parallel=2,
+        sequence_parallel=True,
+        recipe=Fp8BlockRecipe.from_dict(json.loads(recipe)),
+        ddp=ddp,
+    )
     optimizer = make_optimizer(model, 2e-3)
     source = MegatronSource(model, hf_config=hf_folder)
     synchronizers: dict[str, JetRLWeightSynchronizer] = {}
@@ -212,11 +226,11 @@ def _on_all_ranks(name: str, command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _rank(rank: int, address: str, hf_folder: str, rendezvous: str) -> None:
+def _rank(rank: int, address: str, hf_folder: str, recipe: str, rendezvous: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    serve_trainer(Client(address) if rank == 0 else None, hf_folder)
+    serve_trainer(Client(address) if rank == 0 else None, hf_folder, recipe)
 
 
 def main(role: str, address: str, *arguments: str) -> None:
