@@ -24,10 +24,9 @@ MODEL = RandomModel(
     family="qwen3", hidden=256, intermediate=512, heads=2, kv_heads=2, layers=2, vocabulary=512, positions=256
 )
 OVERRIDES = (
-    # Parity operators, packed sequences and these options need a GPU.
+    # Parity operators and packed sequences need a GPU.
     "++policy.jetrl.parity=false",
     "policy.sequence_packing.enabled=false",
-    "policy.megatron_cfg.optimizer.use_precision_aware_optimizer=false",
 )
 SAMPLES, TOKENS = 8, 32
 

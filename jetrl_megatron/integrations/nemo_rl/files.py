@@ -86,7 +86,7 @@ class LoadedConfig:
                 self.values.pop(name, None)
                 self.origins = {key: origin for key, origin in self.origins.items() if not _lies_in(key, str(name))}
                 over.origins.pop(f"{name}.{_REPLACE}", None)
-        self.values = OmegaConf.merge(self.values, over.values)  # type: ignore[assignment]
+        self.values = OmegaConf.merge(self.values, over.values)
         for key, origin in over.origins.items():
             self._forget(key)
             self.origins[key] = origin
@@ -191,8 +191,8 @@ def _label(path: Path) -> str:
 
 
 def _plain(values: DictConfig) -> dict[str, Any]:
-    plain: Any = OmegaConf.to_container(values, resolve=False)
-    return plain  # type: ignore[no-any-return]
+    plain: dict[str, Any] = OmegaConf.to_container(values, resolve=False)
+    return plain
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

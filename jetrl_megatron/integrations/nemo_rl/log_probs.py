@@ -47,7 +47,7 @@ class ParityLogProb:
         chunk, group = arguments[:2] if self._chunked else (logits_BSW.shape[1], arguments[0])
         parts = [
             self._part(logits, target, group)
-            for logits, target in zip(logits_BSW.split(chunk, 1), target_BS.split(chunk, 1), strict=True)
+            for logits, target in zip(torch.split(logits_BSW, chunk, 1), torch.split(target_BS, chunk, 1), strict=True)
         ]
         return torch.cat(parts, 1)
 

@@ -117,7 +117,7 @@ def recipe_of(config: Any) -> tuple[Fp8BlockRecipe, bool]:
 def _our_model(recipe: Fp8BlockRecipe, parity: bool) -> Iterator[None]:
     """While entered, the worker's models are built with our layer spec.
 
-    Afterwards their configuration names NeMo-RL's again: checkpoints carry it, and whoever reads those need not know us.
+    Afterwards their configuration names NeMo-RL's again: checkpoints carry it, and their readers need not know us.
     """
     theirs = megatron_policy_worker.setup_model_and_optimizer
     changed: list[tuple[Any, Any]] = []

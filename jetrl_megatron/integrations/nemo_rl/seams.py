@@ -111,7 +111,7 @@ def release_of_checkout(root: Path) -> str:
     Raises:
         UnsupportedNemoRL: its package_info.py names none.
     """
-    numbers = {}
+    numbers: dict[str, object] = {}
     for node in _parsed(root / "nemo_rl" / "package_info.py").body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
             numbers |= {target.id: node.value.value for target in node.targets if isinstance(target, ast.Name)}
