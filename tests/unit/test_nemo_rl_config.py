@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from jetrl_megatron import cli
 from jetrl_megatron.integrations.nemo_rl.checkout import nemo_rl_checkout
-from jetrl_megatron.integrations.nemo_rl.command import read_config
+from jetrl_megatron.integrations.nemo_rl.command import read_config, run_script
 from jetrl_megatron.integrations.nemo_rl.files import load_config
 from jetrl_megatron.integrations.nemo_rl.resolution import resolve
 from jetrl_megatron.recipe import JETRL_FP8, Fp8BlockRecipe
@@ -208,6 +209,23 @@ def test_config_command_prints_json(write, capsys):
 def test_config_command_reports_an_error_alone(write, capsys):
     assert cli.main(["config", str(write("policy: {precision: jetrl}"))]) == 2
     assert "policy.precision: 'jetrl'" in capsys.readouterr().err
+
+
+def test_run_script_gives_nemo_rls_script_the_same_values(tmp_path):
+    script, out = tmp_path / "script.py", tmp_path / "seen.json"
+    script.write_text(
+        "import json, sys\nfrom omegaconf import OmegaConf\n"
+        "assert __name__ == '__main__' and sys.argv[1] == '--config' and len(sys.argv) == 3\n"
+        f"open({str(out)!r}, 'w').write(json.dumps(OmegaConf.to_container(OmegaConf.load(sys.argv[2]))))\n"
+    )
+    before = list(sys.argv)
+    resolved = read_config(POLICIES[0])
+    run_script(script, resolved)
+    seen = json.loads(out.read_text())
+    assert seen == json.loads(json.dumps(resolved.values)) and sys.argv == before
+    # Through YAML no number of the recipe changes.
+    assert Fp8BlockRecipe.from_stamp(seen["policy"]["jetrl"], "file") == JETRL_FP8
+    assert Fp8BlockRecipe.from_stamp(seen["policy"]["generation"]["vllm_kwargs"]["additional_config"]["jetrl"], "file")
 
 
 @pytest.mark.skipif(nemo_rl_checkout() is not None, reason="a NeMo-RL checkout is on PYTHONPATH")
