@@ -39,7 +39,7 @@ RECIPE = Fp8BlockRecipe(ignore=("decoder.layers.0.mlp.linear_fc2",))
 """On a CPU vLLM may pack a BF16 linear into a form of its own, so that layer takes another way than the FP8 ones."""
 PACKED = "model.layers.0.mlp.down_proj.weight"
 UPDATES = 10
-FRESH = {1: (1,), 5: (2,), UPDATES: (1, 2)}
+FRESH = {1: (1,), 5: (2,), UPDATES: (1,)}
 """Updates after which an engine of so many ranks is started from the export of that step."""
 BUCKETS = {"bucket_bytes": 1 << 19}
 """Smaller than the embedding and than some linears, so that tensors are cut."""
