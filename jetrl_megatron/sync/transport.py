@@ -306,6 +306,9 @@ class _Group:
             options = ProcessGroupNCCL.Options()
             options._timeout = _NEVER
             self._backend = ProcessGroupNCCL(self._store, rank, offer["size"], options)
+            # NCCL connects in its first collective, which waits for everybody: here, where everybody is under way.
+            self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device)).wait()
+            torch.cuda.synchronize(device)
         else:
             seconds = datetime.timedelta(seconds=timeout)
             try:
