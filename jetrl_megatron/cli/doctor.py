@@ -21,7 +21,7 @@ _PACKAGES = (
 def register(subcommands: Any) -> None:
     """Adds the subcommand to argparse's subparsers."""
     parser: argparse.ArgumentParser = subcommands.add_parser(
-        "doctor", help="show which quantiser and GEMM serve here, and why others do not"
+        "doctor", help="show which quantiser and GEMM serve here, why others do not, and whether NeMo-RL runs"
     )
     parser.add_argument("--scale-format", choices=("ue8m0", "fp32"), default="ue8m0", help="the recipe's scales")
     parser.add_argument("--device", help="torch device (default: the first GPU, else the CPU)")
@@ -29,7 +29,7 @@ def register(subcommands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints versions and choices; 1 when no candidate serves."""
+    """Prints versions and choices; 1 when no candidate serves, or a NeMo-RL checkout is there that cannot run."""
     import torch
 
     from jetrl_megatron.ops import GEMMS, QUANTIZERS
@@ -41,7 +41,23 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"recipe {recipe.fingerprint}, {recipe.scale_format} scales; {device}: {name}")
     print(", ".join(f"{package} {_version(package)}" for package in _PACKAGES))
     served = [_report("quantiser", QUANTIZERS, recipe, device), _report("GEMM", GEMMS, recipe, device)]
-    return 0 if all(served) else 1
+    return 0 if all([*served, _report_nemo_rl()]) else 1
+
+
+def _report_nemo_rl() -> bool:
+    from jetrl_megatron.integrations.nemo_rl.checkout import nemo_rl_checkout
+    from jetrl_megatron.integrations.nemo_rl.environment import environment_problems
+
+    root = nemo_rl_checkout()
+    if root is None:
+        print("NeMo-RL   no checkout on PYTHONPATH")
+        return True
+    problems = list(environment_problems(root))
+    for problem in problems:
+        print(f"NeMo-RL   refused: {problem}")
+    if not problems:
+        print(f"NeMo-RL   runs, from {root}")
+    return not problems
 
 
 def _version(package: str) -> str:

@@ -1,0 +1,62 @@
+"""NeMo-RL's driver process: our worker classes in the place of its own, for policies that are `jetrl_fp8`."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jetrl_megatron.integrations.nemo_rl.resolution import SECTION
+
+_PACKAGE = __name__.rpartition(".")[0]
+WORKERS: Mapping[str, str] = {
+    "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker": (
+        f"{_PACKAGE}.policy_worker.JetRLMegatronPolicyWorker"
+    ),
+    "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker": (
+        f"{_PACKAGE}.generation_worker.JetRLVllmGenerationWorker"
+    ),
+    "nemo_rl.models.generation.vllm.vllm_worker_async.VllmAsyncGenerationWorker": (
+        f"{_PACKAGE}.generation_worker.JetRLVllmAsyncGenerationWorker"
+    ),
+}
+"""NeMo-RL's worker classes and ours."""
+
+_RESOLVERS = (
+    ("nemo_rl.models.policy.lm_policy", "resolve_policy_worker_cls"),
+    ("nemo_rl.models.generation.vllm.vllm_generation", "resolve_generation_worker_cls"),
+)
+
+
+def register_workers() -> None:
+    """Has NeMo-RL start our workers, with this process's Python; may be called any number of times.
+
+    A configuration without the section that `resolve` writes gets NeMo-RL's own workers, as before.
+    """
+    registry = importlib.import_module("nemo_rl.distributed.ray_actor_environment_registry")
+    cluster = importlib.import_module("nemo_rl.distributed.virtual_cluster")
+    for ours in WORKERS.values():
+        registry.ACTOR_ENVIRONMENT_REGISTRY[ours] = cluster.PY_EXECUTABLES.SYSTEM
+    for name, function in _RESOLVERS:
+        module = importlib.import_module(name)
+        theirs = getattr(module, function)
+        if not hasattr(theirs, "jetrl_workers"):
+            setattr(module, function, _with_our_workers(theirs))
+
+
+def _with_our_workers(theirs: Callable[[str, Any], str]) -> Callable[[str, Any], str]:
+    @functools.wraps(theirs)
+    def resolve(default_cls: str, config: Any) -> str:
+        worker = theirs(default_cls, config)
+        if config.get(SECTION) is None:
+            return worker
+        if worker not in WORKERS:
+            raise ValueError(
+                f"worker={worker} cannot run precision: jetrl_fp8: use the Megatron backend and vLLM, "
+                f"{', '.join(WORKERS)}"
+            )
+        return WORKERS[worker]
+
+    resolve.jetrl_workers = True  # type: ignore[attr-defined]
+    return resolve

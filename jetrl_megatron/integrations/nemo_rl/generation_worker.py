@@ -1,0 +1,41 @@
+"""NeMo-RL's vLLM workers with our engine arguments and receiver. Ray imports it in each worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_matches
+from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
+from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
+
+
+class JetRLVllmGenerationWorkerImpl(VllmGenerationWorkerImpl):
+    """NeMo-RL's vLLM worker for a policy with `precision: jetrl_fp8`."""
+
+    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
+        super()._create_engine(_ours(self.cfg, llm_kwargs))
+
+
+class JetRLVllmAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
+    """NeMo-RL's asynchronous vLLM worker for a policy with `precision: jetrl_fp8`."""
+
+    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
+        super()._create_engine(_ours(self.cfg, llm_kwargs))
+
+
+def _ours(generation: Any, llm_kwargs: dict[str, Any]) -> dict[str, Any]:
+    # NeMo-RL sets vLLM's environment before it lets anybody import vLLM.
+    from jetrl_megatron.integrations.nemo_rl.engine import our_engine_arguments
+
+    return our_engine_arguments(generation, llm_kwargs)
+
+
+@ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_generation_worker")})
+class JetRLVllmGenerationWorker(JetRLVllmGenerationWorkerImpl):
+    """The Ray actor."""
+
+
+@ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_async_generation_worker")})
+class JetRLVllmAsyncGenerationWorker(JetRLVllmAsyncGenerationWorkerImpl):
+    """The Ray actor."""
