@@ -13,7 +13,7 @@ namespace {
 
 using torch::Tensor;
 
-constexpr double kLargestCode = 448;  // what the conversion instruction saturates at
+constexpr double kLargestCode = 448;   // what the conversion instruction saturates at
 constexpr double kLeastFloor = 1e-30;  // over the largest code still far from what is denormal
 
 int64_t ceil_div(int64_t value, int64_t divisor) {
