@@ -30,8 +30,12 @@ class WeightSyncError(RuntimeError):
     """
 
     def __init__(self, problems: list[str]) -> None:
-        super().__init__("; ".join(problems))
+        # The list is the argument, so that a copy from another process holds the same.
+        super().__init__(problems)
         self.problems = problems
+
+    def __str__(self) -> str:
+        return "; ".join(self.problems)
 
 
 class Slice(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -253,3 +254,8 @@ def test_synchronizer_without_an_engine_says_what_is_missing() -> None:
         synchronizer.update()
     assert synchronizer.version == 0
     synchronizer.close()
+
+
+def test_weight_sync_error_survives_the_way_from_another_process() -> None:
+    error = pickle.loads(pickle.dumps(WeightSyncError(["a is missing", "b is NaN"])))
+    assert error.problems == ["a is missing", "b is NaN"] and str(error) == "a is missing; b is NaN"
