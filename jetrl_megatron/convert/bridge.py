@@ -137,7 +137,7 @@ def _import_megatron_bridge() -> None:
     except ImportError as error:
         raise ImportError(
             f"megatron.bridge is installed but does not import ({error}): it pins its dependencies exactly "
-            "(0.6.2 needs transformers==5.12.1, omegaconf and einops); install what its metadata names"
+            "(0.6.2 needs transformers 5.11 or 5.12, omegaconf and einops); install what its metadata names"
         ) from error
 
 
