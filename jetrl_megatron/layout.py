@@ -11,10 +11,11 @@ The words are for rows; a layout serves columns of row-parallel weights just as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from jetrl_megatron.tensor import ceil_div
 
@@ -60,7 +61,7 @@ def _cuts_tile(span: tuple[int, int], size: int, block: int) -> bool:
     return start % block != 0 or (stop % block != 0 and stop != size)
 
 
-def _clip(runs: Iterable[Run], start: int, stop: int) -> list[Run]:
+def clip_runs(runs: Iterable[Run], start: int, stop: int) -> list[Run]:
     """The part of the runs that lies in rows start .. stop of the storage that they describe."""
     clipped, offset = [], 0
     for matrix, first, length in runs:
@@ -125,7 +126,7 @@ def qkv_layout(heads: int, groups: int, head_dim: int, *, rank: int, world: int,
     The storage is cut into `world` equal parts, wherever the cuts fall (Megatron does so with more ranks than groups).
     """
     rows = (heads + 2 * groups) * head_dim
-    runs = [_clip(qkv_runs(heads, groups, head_dim), r * rows // world, (r + 1) * rows // world) for r in range(world)]
+    runs = [clip_runs(qkv_runs(heads, groups, head_dim), r * rows // world, (r + 1) * rows // world) for r in range(world)]
     return _layout(runs, rank, (heads * head_dim, groups * head_dim, groups * head_dim), block)
 
 
@@ -139,4 +140,25 @@ def qkv_runs(heads: int, groups: int, head_dim: int) -> list[Run]:
             (1, group * head_dim, head_dim),
             (2, group * head_dim, head_dim),
         ]
+    return runs
+
+
+def tile_runs(layout: TileLayout, sizes: Sequence[int], block: int) -> list[tuple[int, int, int, int]]:
+    """Which tiles of the logical matrices a rank's aligned operand holds.
+
+    Args:
+        sizes: rows of each logical matrix.
+
+    Returns:
+        (tile of the operand, matrix, tile of the matrix, tiles): runs that follow each other in both.
+    """
+    first_tiles = list(accumulate((ceil_div(size, block) for size in sizes), initial=0))
+    runs: list[tuple[int, int, int, int]] = []
+    for held, number in enumerate(layout.tiles):
+        matrix = bisect_right(first_tiles, number) - 1
+        tile = number - first_tiles[matrix]
+        if runs and runs[-1][1:3] == (matrix, tile - runs[-1][3]):
+            runs[-1] = (*runs[-1][:3], runs[-1][3] + 1)
+        else:
+            runs.append((held, matrix, tile, 1))
     return runs

@@ -98,18 +98,29 @@ def check_model_recipe(
     return trained
 
 
+def named_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Module, torch.nn.Parameter]]:
+    """The parameters of a rank's model: global name, as `Parameter.name` has it, the module that holds it, itself."""
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            yield _global_name(model, f"{prefix}.{name}"), module, parameter
+
+
 def _linears_of(model: Any) -> Iterator[LinearState]:
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if not is_decoder_linear(name) or not isinstance(weight, torch.Tensor):
             continue
-        local = _LOCAL_LAYER.match(name)
-        if local:
-            name = f"decoder.layers.{model.get_submodule(local[1]).layer_number - 1}{local[2]}"
         recipe = getattr(module, "recipe", None)
         recipe = recipe if isinstance(recipe, Fp8BlockRecipe) else None
-        name = _with_global_expert(model, canonical_name(name))
-        yield LinearState(name, recipe is not None and bool(module.quantized), recipe)
+        yield LinearState(_global_name(model, name), recipe is not None and bool(module.quantized), recipe)
+
+
+def _global_name(model: Any, name: str) -> str:
+    """Name of a module or parameter with layers and experts counted over all ranks."""
+    local = _LOCAL_LAYER.match(name)
+    if local:
+        name = f"decoder.layers.{model.get_submodule(local[1]).layer_number - 1}{local[2]}"
+    return _with_global_expert(model, canonical_name(name))
 
 
 def _with_global_expert(model: Any, name: str) -> str:

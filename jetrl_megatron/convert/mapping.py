@@ -100,6 +100,16 @@ class HfMapping:
         """
         return tuple(name for name, _ in self._parts(parameter))
 
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, KV groups, and size of a head, the arguments of `qkv_runs`."""
+        return self._heads, self._groups, self._head_dim
+
+    def kind(self, parameter: str) -> str:
+        """How a parameter is stored: "qkv" by group, "gated" with gate above up, "whole" as it is."""
+        targets = len(self._parts(parameter))
+        return {1: "whole", 2: "gated", 3: "qkv"}[targets]
+
     def split(self, parameter: str, tensor: torch.Tensor) -> Iterator[LogicalMatrix]:
         """The logical matrices in a whole parameter, all tensor-parallel ranks together.
 

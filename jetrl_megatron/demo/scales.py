@@ -131,7 +131,7 @@ def _linears(layer: Any) -> Iterator[tuple[Fp8LinearMixin, dict[str, int]]]:
 def _pieces(linear: Fp8LinearMixin, matrices: dict[str, int]) -> Iterator[tuple[str, Matrices]]:
     operand = linear.quantized_weight().tensor
     codes, block = operand.data.view(torch.uint8), operand.recipe.block
-    rows, columns = linear._layouts
+    rows, columns = linear.layouts
     input_size: Any = linear.input_size
     (held_K,) = _held(columns, [input_size], block)
     for name, held_N in zip(matrices, _held(rows, list(matrices.values()), block), strict=True):

@@ -53,12 +53,14 @@ class Fp8LinearMixin(torch.nn.Module):
     Attributes:
         recipe: the layer's recipe.
         quantized: whether this layer runs in FP8; `name_linear` decides once the layer's name is known.
+        layouts: how the rows and the columns that this rank stores lie in tiles.
         is_first_microbatch: set by Megatron's schedules at each step; the weight is then quantised anew, as a net under
             writes that torch cannot see.
     """
 
     recipe: Fp8BlockRecipe
     quantized: bool
+    layouts: tuple[TileLayout, TileLayout]
     weight: torch.nn.Parameter
     config: ModelParallelConfig
     tp_group: torch.distributed.ProcessGroup | None
@@ -67,7 +69,7 @@ class Fp8LinearMixin(torch.nn.Module):
         self.recipe = recipe
         self.quantized = True
         self.is_first_microbatch = True
-        self._layouts = rows, columns
+        self.layouts = rows, columns
         self._plan: LinearPlan | None = None
         self._cache: WeightCache | None = None
         weight = self.weight
@@ -82,7 +84,7 @@ class Fp8LinearMixin(torch.nn.Module):
     def plan(self, device: torch.device) -> LinearPlan:
         """What serves on the device; made at the first call, since modules are moved after building."""
         if self._plan is None or self._plan.rows.tiles.device != device:
-            rows, columns = (Alignment(layout, self.tp_group, device) for layout in self._layouts)
+            rows, columns = (Alignment(layout, self.tp_group, device) for layout in self.layouts)
             quantizer, gemm = select_quantizer(self.recipe, device), select_gemm(self.recipe, device)
             self._plan = LinearPlan(self.recipe, quantizer, gemm, rows, columns, self.tp_group)
             self._cache = WeightCache(self._plan.quantize_weight)

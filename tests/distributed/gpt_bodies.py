@@ -157,7 +157,7 @@ class Job:
             name: (
                 module.quantized_weight().tensor.data.view(torch.uint8),
                 module.quantized_weight().tensor.scale,
-                *module._layouts,
+                *module.layouts,
             )
             for name, module in self.linears()
         }
@@ -254,7 +254,7 @@ class SplitGemm(ReferenceGemm):
     name = "split"
 
     def __init__(self, linear: Fp8LinearMixin) -> None:
-        rows, columns = linear._layouts
+        rows, columns = linear.layouts
         self._cut_rows = isinstance(linear, RowParallelLinear)
         size = columns.stored if self._cut_rows else rows.stored
         label = "linear_fc1" if getattr(linear.weight, "partition_stride", 1) == 2 else "linear_qkv"

@@ -96,7 +96,7 @@ def run(layer: Fp8LinearMixin, x: torch.Tensor, dy: torch.Tensor) -> dict[str, A
         "dw": layer.weight.main_grad,
         "weight": layer.weight.detach().clone(),
         "scale": tensor.scale,
-        "layouts": layer._layouts,
+        "layouts": layer.layouts,
     }
 
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from jetrl_megatron import JETRL_FP8, BlockScaledTensor, Fp8BlockRecipe, quantize_weight
 from tests.distributed.ranks import launch
+from tests.distributed.synced import save_synced
 
 pytestmark = pytest.mark.distributed
 
@@ -68,6 +69,7 @@ def _qwen2(label: str, **layout: Any) -> Callable[[], None]:
         metadata = {"non_homogeneous_layers": True} if label == "pp2" else {}
         _save([unwrapped(model) for model in models], _root() / f"saved/qwen2_{label}", **metadata)
         export_vllm_checkpoint(models, _root() / f"live/qwen2_{label}", hf_config=_root() / "qwen2", recipe=JETRL_FP8)
+        save_synced(models, _root() / "qwen2", _root() / f"synced/qwen2_{label}.safetensors")
 
     return body
 
@@ -83,6 +85,7 @@ def _qwen3(label: str, **layout: Any) -> Callable[[], None]:
         _save([unwrapped(model) for model in models], folder, singleton_local_shards=label == "tp2_halves")
         save_recipe(folder, PARTLY_BF16)
         export_vllm_checkpoint(models, _root() / f"live/qwen3_{label}", hf_config=_root() / "qwen3", rollout_tp=1)
+        save_synced(models, _root() / "qwen3", _root() / f"synced/qwen3_{label}.safetensors")
 
     return body
 
@@ -143,6 +146,7 @@ def _after_a_step() -> None:
     for parameter in models[0].parameters():
         parameter.main_grad.fill_(1)
     optimizer.step()
+    save_synced(models, _root() / "qwen3", _root() / "synced/after_a_step.safetensors")
     export_vllm_checkpoint(models, _root() / "live/after_a_step", hf_config=_root() / "qwen3")
 
 
@@ -224,6 +228,19 @@ def test_every_layout_equals_direct_quantisation_exact(
     _assert_same(load_file(folder / "model.safetensors"), ranks["expected"][model])
     recipe = JETRL_FP8 if model == "qwen2" else PARTLY_BF16
     assert json.loads((folder / "config.json").read_text())["jetrl"]["fingerprint"] == recipe.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [*(("qwen2", layout) for layout in QWEN2_LAYOUTS), *(("qwen3", layout) for layout in QWEN3_LAYOUTS)],
+)
+def test_weight_sync_sends_the_same_from_every_layout_exact(ranks: dict[str, Any], model: str, layout: str) -> None:
+    _assert_same(load_file(ranks["root"] / f"synced/{model}_{layout}.safetensors"), ranks["expected"][model])
+
+
+def test_weight_sync_sends_the_last_step_of_every_rank_exact(ranks: dict[str, Any]) -> None:
+    exported = load_file(ranks["root"] / "live/after_a_step/model.safetensors")
+    _assert_same(load_file(ranks["root"] / "synced/after_a_step.safetensors"), exported)
 
 
 @pytest.mark.parametrize(("model", "layouts"), [("qwen2", QWEN2_LAYOUTS), ("qwen3", QWEN3_LAYOUTS)])

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from jetrl_megatron import JETRL_FP8
 from tests.distributed.ranks import launch
+from tests.distributed.synced import save_synced
 from tests.unit.test_convert_families import CONFIGS, Model, assert_same_tensors
 
 pytestmark = pytest.mark.distributed
@@ -104,6 +105,7 @@ def _saved(family: str, name: str) -> Callable[[], None]:
         if live:
             out = _root() / f"live/{family}_{name}"
             export_vllm_checkpoint(models, out, hf_config=_root() / family, recipe=JETRL_FP8)
+            save_synced(models, _root() / family, _root() / f"synced/{family}_{name}.safetensors")
 
     return body
 
@@ -147,3 +149,11 @@ def test_live_export_equals_direct_quantisation_exact(
     root, models = saved
     tensors = load_file(root / f"live/{family}_{name}/model.safetensors")
     assert_same_tensors(tensors, models[family].expected)
+
+
+@pytest.mark.parametrize(("family", "name"), LIVE)
+def test_weight_sync_sends_direct_quantisation_exact(
+    saved: tuple[Path, dict[str, Model]], family: str, name: str
+) -> None:
+    root, models = saved
+    assert_same_tensors(load_file(root / f"synced/{family}_{name}.safetensors"), models[family].expected)

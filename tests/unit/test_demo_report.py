@@ -80,13 +80,13 @@ class _Linear:
     input_size: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self._layouts, self.input_size = (self.rows, self.columns), self.whole.shape[1]
+        self.layouts, self.input_size = (self.rows, self.columns), self.whole.shape[1]
 
     def quantized_weight(self) -> LinearOperand:
         aligned = torch.zeros(self.rows.aligned, self.columns.aligned)
         places = [
             torch.arange(layout.stored) if layout.position is None else torch.tensor(layout.position)
-            for layout in self._layouts
+            for layout in self.layouts
         ]
         aligned[places[0][:, None], places[1]] = self.whole[self.cut]
         # One amax for all tiles: what ranks that share a tile agree on is beside the point here.
