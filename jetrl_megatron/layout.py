@@ -126,7 +126,9 @@ def qkv_layout(heads: int, groups: int, head_dim: int, *, rank: int, world: int,
     The storage is cut into `world` equal parts, wherever the cuts fall (Megatron does so with more ranks than groups).
     """
     rows = (heads + 2 * groups) * head_dim
-    runs = [clip_runs(qkv_runs(heads, groups, head_dim), r * rows // world, (r + 1) * rows // world) for r in range(world)]
+    runs = [
+        clip_runs(qkv_runs(heads, groups, head_dim), r * rows // world, (r + 1) * rows // world) for r in range(world)
+    ]
     return _layout(runs, rank, (heads * head_dim, groups * head_dim, groups * head_dim), block)
 
 

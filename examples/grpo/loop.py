@@ -1,0 +1,263 @@
+"""The loop, on every rank: `torchrun ... -m examples.grpo.loop JOB`. Rank 0 has engine, problems and metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+from tqdm import tqdm
+
+from examples.grpo.options import BF16, Options
+from examples.grpo.task import Problem, Task
+from jetrl_megatron.precision_flow.mismatch import mismatch, mismatch_by_position
+from jetrl_megatron.recipe import VLLM_CONFIG_KEY
+from jetrl_megatron.sync import JetRLWeightSynchronizer
+from jetrl_megatron.verify.hf_export import export_hf_folder
+from jetrl_megatron.verify.live_engine import LiveEngine
+from jetrl_megatron.verify.ranks import operators_of, process_group
+from jetrl_megatron.verify.requests import EngineRequest
+from jetrl_megatron.verify.rollouts import Rollout, ScoredSequence
+
+
+class Clock:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Adds what happens inside, to its end on the GPU."""
+        started = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+
+
+class Log:
+    """Metrics: a line of JSON for each step, TensorBoard on request, and a progress bar."""
+
+    def __init__(self, options: Options, first: int) -> None:
+        self._path = options.folder / "metrics.jsonl"
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        # What a killed run wrote behind its last checkpoint comes again.
+        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < first]
+        self._path.write_text("".join(line + "\n" for line in kept))
+        self._bar = tqdm(total=options.steps, initial=first, desc=options.precision, unit="step")
+        self._writer: Any = None
+        if options.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(options.folder / "tensorboard"), purge_step=first)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Writes the metrics of a step."""
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        groups = {"": row, "mismatch/": row.get("mismatch", {}), "seconds/": row["seconds"]}
+        for group, values in groups.items() if self._writer else ():
+            for name in [name for name, value in values.items() if isinstance(value, (int, float))]:
+                self._writer.add_scalar(group + name, values[name], row["step"])
+        if "reward" in row:
+            shown = {"reward": f"{row['reward']:.3f}", "tok/s": f"{row['tokens_per_second']:.0f}"}
+            shown["mismatch"] = f"{row['mismatch']['token_mult_prob_error']:.6g}"
+            self._bar.set_postfix(shown | {name: f"{s:.1f}s" for name, s in row["seconds"].items()}, refresh=False)
+            self._bar.update()
+
+
+def engine_request(options: Options, longest: int) -> EngineRequest:
+    """How the engine is started: with the recipe's settings, or for the baselines with vLLM's own."""
+    recipe, cuda = options.recipes[1], torch.cuda.is_available()
+    mode = "bf16" if recipe == BF16 else "parity" if options.precision == "jetrl_fp8" or not cuda else "default"
+    checkpoint = options.hf_model if recipe == BF16 else options.folder / "rollout"
+    if not checkpoint.is_dir():
+        export_hf_folder(options.hf_model, checkpoint, recipe)
+    sequences = min(options.prompts * options.group, 256 if cuda else 64)
+    more = {"additional_config": {VLLM_CONFIG_KEY: recipe.to_stamp()}, "max_num_seqs": sequences}
+    more |= {"max_model_len": longest + 1}
+    more |= (
+        {"gpu_memory_utilization": options.rollout_memory} if cuda else {"max_num_batched_tokens": longest + sequences}
+    )
+    return EngineRequest(
+        checkpoint=str(checkpoint),
+        recipe=recipe.to_dict(),
+        mode=mode,
+        cuda=cuda,
+        tensor_parallel=options.tp,
+        engine_args=more,
+    )
+
+
+class Run:
+    """One rank's part of a run."""
+
+    def __init__(self, options: Options, deadline: float) -> None:
+        from examples.grpo.policy import Policy
+
+        self.options, self.deadline, self.clock = options, deadline, Clock()
+        self.engine: LiveEngine | None = None
+        if dist.get_rank() == 0:
+            self.task = Task(options)
+            longest = self.task.longest_prompt + options.max_tokens
+            # Before the model: vLLM takes its share of memory by what is free at its start.
+            self.engine = LiveEngine(engine_request(options, longest), options.folder / "engine.log")
+        dist.barrier()
+        self.policy = Policy(options, self.clock)
+        self.source = self.policy.weight_source()
+        self.sender = JetRLWeightSynchronizer(self.source, receivers=options.tp)
+
+    def main(self) -> None:
+        """Runs to the end, or to the deadline."""
+        options = self.options
+        first = max(self.checkpoints(), default=0)
+        if first:
+            self.policy.load(self.checkpoints()[first])
+        log = Log(options, first) if dist.get_rank() == 0 else None
+        started = time.time()
+        for step in range(first, options.steps):
+            row = self.step(step)
+            if log is not None:
+                log.write(row)
+            # The next step may take half as long again as the mean of those before.
+            ahead = 1.5 * (time.time() - started) / (step + 1 - first)
+            stop = self.shared(time.time() + ahead > self.deadline)
+            if stop or (step + 1) % options.checkpoint_every == 0 or step + 1 == options.steps:
+                self.save(step + 1)
+            if stop:
+                return
+        self.clock.seconds = {}
+        self.sync(options.steps + 1)
+        if log is not None:
+            log.write({"step": options.steps, **self.evaluate(), "seconds": self.clock.seconds})
+
+    def step(self, step: int) -> dict[str, Any]:
+        """One rollout and the training on it; returns the metrics, on rank 0."""
+        options, clock = self.options, self.clock
+        clock.seconds = {}
+        with clock("step"):
+            self.sync(step + 1)
+            evaluation = self.evaluate() if options.eval_every and step % options.eval_every == 0 else {}
+            with clock("rollout"):
+                samples, row = self.shared(self.roll_out(step) if self.engine else None)
+            with clock("log_prob"):
+                self.policy.score(self.policy.model, samples, "old_o")
+            if self.policy.reference:
+                with clock("reference"):
+                    self.policy.score(self.policy.reference, samples, "reference_o")
+            updates = [self.policy.update(samples[part :: options.updates]) for part in range(options.updates)]
+        if not self.engine:
+            return {}
+        row |= {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+        peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+        row |= {"tokens_per_second": row["tokens"] / clock.seconds["rollout"], "peak_memory_gib": peak}
+        return {"step": step, **row, **evaluation, **compare(samples), "seconds": clock.seconds}
+
+    def sync(self, version: int) -> None:
+        """The policy's weights into the engine."""
+        with self.clock("sync_quantize"):
+            self.source.refresh()
+        with self.clock("sync_send_and_load"):
+            if self.engine:
+                self.engine.start_receiving(self.sender.endpoints)
+            self.sender.update(version)
+            if self.engine:
+                self.engine.received()
+
+    def roll_out(self, step: int) -> tuple[list[Any], dict[str, Any]]:
+        """Answers to the step's problems with their advantages, and what there is to say about them. Rank 0."""
+        from examples.grpo.policy import Sample, advantages
+
+        options = self.options
+        problems = [problem for problem in self.task.problems(step) for _ in range(options.group)]
+        answers, rewards = self.answer(problems, (options.seed * 1_000_003 + step) * len(problems))
+        samples = [
+            Sample(torch.tensor([*a.prompt, *a.output]), len(a.prompt), advantage, torch.tensor(a.logprobs))
+            for a, advantage in zip(answers, advantages(rewards, options.group), strict=True)
+        ]
+        lengths = [len(answer.output) for answer in answers]
+        return samples, {
+            "reward": sum(rewards) / len(rewards),
+            "accuracy": sum(reward >= 1 for reward in rewards) / len(rewards),
+            "tokens": sum(lengths),
+            "truncated": sum(length == options.max_tokens for length in lengths) / len(lengths),
+        }
+
+    def evaluate(self) -> dict[str, float]:
+        """Share of held-out problems that are answered right, greedily. Rank 0 alone knows."""
+        if not self.engine or not self.task.held_out:
+            return {}
+        with self.clock("evaluate"):
+            _, rewards = self.answer(self.task.held_out, 0, temperature=0.0)
+        return {"held_out_accuracy": sum(reward >= 1 for reward in rewards) / len(rewards)}
+
+    def answer(
+        self, problems: Sequence[Problem], seed: int, **sampling: Any
+    ) -> tuple[list[ScoredSequence], list[float]]:
+        """An answer to each problem, and its reward."""
+        assert self.engine is not None
+        prompts = [problem.prompt for problem in problems]
+        answers = self.engine.generate(prompts, max_tokens=self.options.max_tokens, seed=seed, **sampling)
+        return answers, [self.task.score(a.output, problem) for a, problem in zip(answers, problems, strict=True)]
+
+    def save(self, step: int) -> None:
+        """Writes a checkpoint, which counts when it is complete, and removes those before it."""
+        before = self.checkpoints()
+        partial = self.options.folder / "checkpoints" / "partial"
+        partial.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        self.policy.save(partial)
+        dist.barrier()
+        if self.engine:
+            partial.rename(partial.with_name(f"step-{step:06d}"))
+            for old in before.values():
+                shutil.rmtree(old)
+        dist.barrier()
+
+    def checkpoints(self) -> dict[int, Path]:
+        """The complete checkpoints by the number of steps."""
+        return {int(path.name[5:]): path for path in (self.options.folder / "checkpoints").glob("step-*")}
+
+    def shared(self, value: Any) -> Any:
+        """What rank 0 has, on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+
+def compare(samples: Sequence[Any]) -> dict[str, Any]:
+    """Mismatch of training and rollout, over all and by position, and entropy, estimated from the drawn tokens."""
+    rollout = Rollout.of(
+        [ScoredSequence(s.ids_S[: s.prompt].tolist(), s.ids_S[s.prompt :].tolist(), s.rollout_o) for s in samples]
+    )
+    old_o = torch.cat([sample.old_o for sample in samples])
+    pair = rollout.padded(rollout.logprobs_o), rollout.padded(old_o), rollout.mask()
+    positions = [
+        {"first": first, "tokens": m.tokens, "mean_abs_dlogp": m.mean_abs_dlogp, "gen_kl_error": m.gen_kl_error}
+        for first, m in mismatch_by_position(*pair)
+    ]
+    return {"entropy": -float(old_o.double().mean()), "mismatch": mismatch(*pair).to_dict(), "positions": positions}
+
+
+@record
+def main() -> None:
+    """Command line: JSON with the options and the time at which to stop."""
+    job = json.loads(sys.argv[1])
+    with process_group(), operators_of("parity"):
+        run = Run(Options(**job["options"]), job["deadline"])
+        run.main()
+        if run.engine:
+            run.engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""A vLLM engine in a process of its own that generates and takes weight updates, one command after the other.
+
+`LiveEngine` is the handle, for a process that trains meanwhile; `python -m jetrl_megatron.verify.live_engine` is what it
+starts. The request is an `EngineRequest`, whose batches are not read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from jetrl_megatron.sync import WORKER_EXTENSION, receive_update
+from jetrl_megatron.verify.engine import engine_arguments, engine_environment, require_plugin, sequences_of
+from jetrl_megatron.verify.requests import EngineRequest
+from jetrl_megatron.verify.rollouts import ScoredSequence
+
+# What torchrun tells a trainer is nothing for vLLM's own process groups.
+_OF_TORCHRUN = ("TORCHELASTIC", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_")
+_LOG_CHARACTERS = 3000
+
+
+class EngineError(RuntimeError):
+    """A command failed in the engine, or the engine ended; the message names its log."""
+
+
+class LiveEngine:
+    """A running engine. It ends with this process, however that ends.
+
+    Args:
+        request: how to start it.
+        log: file for its output, which is appended to.
+
+    Raises:
+        EngineError: it did not start.
+    """
+
+    def __init__(self, request: EngineRequest, log: Path) -> None:
+        self._log = log
+        self._connection, theirs = Pipe()
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_TORCHRUN)}
+        command = [sys.executable, "-m", "jetrl_megatron.verify.live_engine", str(theirs.fileno())]
+        with log.open("a") as output:
+            self._process = subprocess.Popen(
+                [*command, json.dumps(dataclasses.asdict(request))],
+                pass_fds=[theirs.fileno()],
+                env={**inherited, **engine_environment(request)},
+                stdout=output,
+                stderr=output,
+            )
+        theirs.close()
+        self._wait()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, seed: int, temperature: float = 1.0
+    ) -> list[ScoredSequence]:
+        """Answers each prompt up to the model's end-of-sequence token; the i-th is drawn with seed + i.
+
+        Raises:
+            EngineError: it failed.
+        """
+        sampling = {"max_tokens": max_tokens, "temperature": temperature}
+        self._send("generate", [list(prompt) for prompt in prompts], seed, sampling)
+        return [ScoredSequence(*fields) for fields in self._wait()]
+
+    def start_receiving(self, endpoints: Sequence[Mapping[str, Any]]) -> None:
+        """Starts `receive_update`; call `JetRLWeightSynchronizer.update` next, and then `received`."""
+        self._send("receive", list(endpoints))
+
+    def received(self) -> int:
+        """The version that the engine serves, once the update that was started has come to its end.
+
+        Raises:
+            EngineError: the update failed; the engine serves what it served before.
+        """
+        version: int = self._wait()
+        return version
+
+    def close(self) -> None:
+        """Ends it."""
+        self._connection.close()
+        self._process.wait()
+
+    def _send(self, *command: Any) -> None:
+        try:
+            self._connection.send(command)
+        except BrokenPipeError:
+            raise self._ended() from None
+
+    def _wait(self) -> Any:
+        try:
+            failure, value = self._connection.recv()
+        except EOFError:
+            raise self._ended() from None
+        if failure:
+            raise EngineError(f"{failure}; the engine's log is {self._log}")
+        return value
+
+    def _ended(self) -> EngineError:
+        tail = self._log.read_text(errors="replace")[-_LOG_CHARACTERS:]
+        return EngineError(f"the engine ended; {self._log} ends:\n{tail}")
+
+
+def _generate(llm: Any, prompts: list[list[int]], seed: int, sampling: dict[str, Any]) -> list[tuple[Any, ...]]:
+    from vllm import SamplingParams
+
+    # Without a tokenizer vLLM does not know where a sequence ends.
+    end = getattr(llm.llm_engine.model_config.hf_config, "eos_token_id", None)
+    ends = end if isinstance(end, list) else [] if end is None else [end]
+    shared = {**sampling, "stop_token_ids": ends, "logprobs": 0, "flat_logprobs": True, "detokenize": False}
+    parameters = [SamplingParams(seed=seed + index, **shared) for index in range(len(prompts))]
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
+    return [(s.prompt, s.output, list(s.logprobs)) for s in sequences_of(llm, outputs, prefill=False)]
+
+
+def main() -> None:
+    """Command line: file descriptor of the connection, and the request as JSON."""
+    connection = Connection(int(sys.argv[1]))
+    request = EngineRequest.from_dict(json.loads(sys.argv[2]))
+    if request.mode == "parity":
+        require_plugin()
+    from vllm import LLM
+
+    llm = LLM(**{**engine_arguments(request), "worker_extension_cls": WORKER_EXTENSION})
+    commands = {
+        "generate": lambda *arguments: _generate(llm, *arguments),
+        "receive": lambda endpoints: receive_update(llm, endpoints),
+    }
+    connection.send((None, None))
+    while True:
+        try:
+            name, *arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send((None, commands[name](*arguments)))
+        except Exception as error:
+            # Whatever it is, the other end has to hear of it.
+            connection.send((f"{type(error).__name__}: {error}", None))
+
+
+if __name__ == "__main__":
+    main()
