@@ -27,6 +27,8 @@ from jetrl_megatron.verify.ranks import operators_of, process_group
 from jetrl_megatron.verify.requests import EngineRequest
 from jetrl_megatron.verify.rollouts import Rollout, ScoredSequence
 
+_MOST_SEQUENCES = {"cuda": 256, "cpu": 64}
+
 
 class Clock:
     """Seconds by phase."""
@@ -77,24 +79,24 @@ class Log:
 
 def engine_request(options: Options, longest: int) -> EngineRequest:
     """How the engine is started: with the recipe's settings, or for the baselines with vLLM's own."""
-    recipe, cuda = options.recipes[1], torch.cuda.is_available()
-    mode = "bf16" if recipe == BF16 else "parity" if options.precision == "jetrl_fp8" or not cuda else "default"
+    recipe, device = options.recipes[1], "cuda" if torch.cuda.is_available() else "cpu"
+    ours = options.precision == "jetrl_fp8" or device == "cpu"
     checkpoint = options.hf_model if recipe == BF16 else options.folder / "rollout"
     if not checkpoint.is_dir():
         export_hf_folder(options.hf_model, checkpoint, recipe)
-    sequences = min(options.prompts * options.group, 256 if cuda else 64)
+    sequences = min(options.prompts * options.group, _MOST_SEQUENCES[device])
     more = {"additional_config": {VLLM_CONFIG_KEY: recipe.to_stamp()}, "max_num_seqs": sequences}
-    more |= {"max_model_len": longest + 1}
-    more |= (
-        {"gpu_memory_utilization": options.rollout_memory} if cuda else {"max_num_batched_tokens": longest + sequences}
-    )
+    share = {
+        "cuda": ("gpu_memory_utilization", options.rollout_memory),
+        "cpu": ("max_num_batched_tokens", longest + 64),
+    }
     return EngineRequest(
         checkpoint=str(checkpoint),
         recipe=recipe.to_dict(),
-        mode=mode,
-        cuda=cuda,
+        mode="bf16" if recipe == BF16 else "parity" if ours else "default",
+        cuda=device == "cuda",
         tensor_parallel=options.tp,
-        engine_args=more,
+        engine_args={**more, "max_model_len": longest + 1, **dict([share[device]])},
     )
 
 
@@ -108,9 +110,10 @@ class Run:
         self.engine: LiveEngine | None = None
         if dist.get_rank() == 0:
             self.task = Task(options)
-            longest = self.task.longest_prompt + options.max_tokens
+            prompts = [problem.prompt for problem in [*self.task.problems, *self.task.held_out]]
             # Before the model: vLLM takes its share of memory by what is free at its start.
-            self.engine = LiveEngine(engine_request(options, longest), options.folder / "engine.log")
+            request = engine_request(options, max(map(len, prompts)) + options.max_tokens)
+            self.engine = LiveEngine(request, options.folder / "engine.log")
         dist.barrier()
         self.policy = Policy(options, self.clock)
         self.source = self.policy.weight_source()
@@ -118,15 +121,14 @@ class Run:
 
     def main(self) -> None:
         """Runs to the end, or to the deadline."""
-        options = self.options
-        first = max(self.checkpoints(), default=0)
+        options, first = self.options, max(self.checkpoints(), default=0)
         if first:
             self.policy.load(self.checkpoints()[first])
-        log = Log(options, first) if dist.get_rank() == 0 else None
+        log = Log(options, first) if self.engine else None
         started = time.time()
         for step in range(first, options.steps):
             row = self.step(step)
-            if log is not None:
+            if log:
                 log.write(row)
             # The next step may take half as long again as the mean of those before.
             ahead = 1.5 * (time.time() - started) / (step + 1 - first)
@@ -137,12 +139,12 @@ class Run:
                 return
         self.clock.seconds = {}
         self.sync(options.steps + 1)
-        if log is not None:
+        if log:
             log.write({"step": options.steps, **self.evaluate(), "seconds": self.clock.seconds})
 
     def step(self, step: int) -> dict[str, Any]:
         """One rollout and the training on it; returns the metrics, on rank 0."""
-        options, clock = self.options, self.clock
+        options, clock, policy = self.options, self.clock, self.policy
         clock.seconds = {}
         with clock("step"):
             self.sync(step + 1)
@@ -150,11 +152,11 @@ class Run:
             with clock("rollout"):
                 samples, row = self.shared(self.roll_out(step) if self.engine else None)
             with clock("log_prob"):
-                self.policy.score(self.policy.model, samples, "old_o")
-            if self.policy.reference:
+                policy.score(policy.model, samples, "old_o")
+            if policy.reference:
                 with clock("reference"):
-                    self.policy.score(self.policy.reference, samples, "reference_o")
-            updates = [self.policy.update(samples[part :: options.updates]) for part in range(options.updates)]
+                    policy.score(policy.reference, samples, "reference_o")
+            updates = [policy.update(samples[part :: options.updates]) for part in range(options.updates)]
         if not self.engine:
             return {}
         row |= {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
@@ -177,20 +179,18 @@ class Run:
         """Answers to the step's problems with their advantages, and what there is to say about them. Rank 0."""
         from examples.grpo.policy import Sample, advantages
 
-        options = self.options
-        problems = [problem for problem in self.task.problems(step) for _ in range(options.group)]
+        options, first = self.options, step * self.options.prompts
+        drawn = self.task.problems[first : first + options.prompts]
+        problems = [problem for problem in drawn for _ in range(options.group)]
         answers, rewards = self.answer(problems, (options.seed * 1_000_003 + step) * len(problems))
         samples = [
             Sample(torch.tensor([*a.prompt, *a.output]), len(a.prompt), advantage, torch.tensor(a.logprobs))
             for a, advantage in zip(answers, advantages(rewards, options.group), strict=True)
         ]
-        lengths = [len(answer.output) for answer in answers]
-        return samples, {
-            "reward": sum(rewards) / len(rewards),
-            "accuracy": sum(reward >= 1 for reward in rewards) / len(rewards),
-            "tokens": sum(lengths),
-            "truncated": sum(length == options.max_tokens for length in lengths) / len(lengths),
-        }
+        lengths, accuracy = [len(answer.output) for answer in answers], _share_of_right(rewards)
+        cut = sum(length == options.max_tokens for length in lengths) / len(lengths)
+        reward = sum(rewards) / len(rewards)
+        return samples, {"reward": reward, "accuracy": accuracy, "tokens": sum(lengths), "truncated": cut}
 
     def evaluate(self) -> dict[str, float]:
         """Share of held-out problems that are answered right, greedily. Rank 0 alone knows."""
@@ -198,23 +198,19 @@ class Run:
             return {}
         with self.clock("evaluate"):
             _, rewards = self.answer(self.task.held_out, 0, temperature=0.0)
-        return {"held_out_accuracy": sum(reward >= 1 for reward in rewards) / len(rewards)}
+        return {"held_out_accuracy": _share_of_right(rewards)}
 
-    def answer(
-        self, problems: Sequence[Problem], seed: int, **sampling: Any
-    ) -> tuple[list[ScoredSequence], list[float]]:
+    def answer(self, problems: Sequence[Problem], seed: int, **more: Any) -> tuple[list[ScoredSequence], list[float]]:
         """An answer to each problem, and its reward."""
-        assert self.engine is not None
-        prompts = [problem.prompt for problem in problems]
-        answers = self.engine.generate(prompts, max_tokens=self.options.max_tokens, seed=seed, **sampling)
+        assert self.engine
+        more |= {"max_tokens": self.options.max_tokens, "ignore_eos": self.options.ignore_end}
+        answers = self.engine.generate([problem.prompt for problem in problems], seed=seed, **more)
         return answers, [self.task.score(a.output, problem) for a, problem in zip(answers, problems, strict=True)]
 
     def save(self, step: int) -> None:
         """Writes a checkpoint, which counts when it is complete, and removes those before it."""
-        before = self.checkpoints()
-        partial = self.options.folder / "checkpoints" / "partial"
+        before, partial = self.checkpoints(), self.options.folder / "checkpoints" / "partial"
         partial.mkdir(parents=True, exist_ok=True)
-        dist.barrier()
         self.policy.save(partial)
         dist.barrier()
         if self.engine:
@@ -234,16 +230,20 @@ class Run:
         return box[0]
 
 
+def _share_of_right(rewards: Sequence[float]) -> float:
+    return sum(reward >= 1 for reward in rewards) / len(rewards)
+
+
 def compare(samples: Sequence[Any]) -> dict[str, Any]:
     """Mismatch of training and rollout, over all and by position, and entropy, estimated from the drawn tokens."""
-    rollout = Rollout.of(
-        [ScoredSequence(s.ids_S[: s.prompt].tolist(), s.ids_S[s.prompt :].tolist(), s.rollout_o) for s in samples]
-    )
+    texts = [(s.ids_S[: s.prompt].tolist(), s.ids_S[s.prompt :].tolist()) for s in samples]
+    rollout = Rollout.of([ScoredSequence(*text, s.rollout_o) for text, s in zip(texts, samples, strict=True)])
     old_o = torch.cat([sample.old_o for sample in samples])
     pair = rollout.padded(rollout.logprobs_o), rollout.padded(old_o), rollout.mask()
+    names = ("tokens", "mean_abs_dlogp", "gen_kl_error")
     positions = [
-        {"first": first, "tokens": m.tokens, "mean_abs_dlogp": m.mean_abs_dlogp, "gen_kl_error": m.gen_kl_error}
-        for first, m in mismatch_by_position(*pair)
+        {"first": first, **{name: getattr(found, name) for name in names}}
+        for first, found in mismatch_by_position(*pair)
     ]
     return {"entropy": -float(old_o.double().mean()), "mismatch": mismatch(*pair).to_dict(), "positions": positions}
 

@@ -22,8 +22,8 @@ _CHOICES = {
     "rollout_scales": ("block", "tensor"),
     "scorer": ("reasoning-gym", "math-verify"),
 }
-_AT_LEAST = {name: 1 for name in ("tp", "steps", "prompts", "updates", "max_tokens", "checkpoint_every")}
-_AT_LEAST |= {name: 0 for name in ("seed", "kl", "eval_every", "eval_problems", "truncate_ratios", "time_budget")}
+_AT_LEAST = dict.fromkeys(("tp", "steps", "prompts", "updates", "max_tokens", "checkpoint_every"), 1)
+_AT_LEAST |= dict.fromkeys(("seed", "kl", "eval_every", "eval_problems", "truncate_ratios", "time_budget"), 0)
 _AT_LEAST |= {"tokens_per_forward": 1, "group": 2}
 _MAY_CHANGE = ("out", "steps", "checkpoint_every", "time_budget", "tensorboard", "rollout_memory")
 
@@ -50,6 +50,7 @@ class Options:
     group: int = _option(8, "answers to each of them, which are compared")
     updates: int = _option(1, "optimizer steps on a rollout; with one, nothing is ever clipped")
     max_tokens: int = _option(256, "longest answer")
+    ignore_end: bool = _option(False, "have every answer as long, to measure with")
     learning_rate: float = _option(1e-6, "of Adam, constant")
     clip: float = _option(0.2, "a ratio counts between 1 - clip and 1 + clip")
     kl: float = _option(1e-3, "coefficient of the KL to the first policy; 0 leaves it, and its model, out")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from transformers import AutoTokenizer
 from examples.grpo.options import Options
 
 _HELD_OUT_SEED = 1 << 30
+_SEED_STRIDE = 1 << 20
 _SPARE = 8
 
 
@@ -25,32 +25,23 @@ class Problem(NamedTuple):
 
 
 class Task:
-    """Problems to train on, which do not repeat held-out ones, and a scorer."""
+    """Problems to train on, always the same for a seed, held-out ones that they do not repeat, and a scorer."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self._tokenizer = AutoTokenizer.from_pretrained(str(options.hf_model))
         self._data = dataset(options, _HELD_OUT_SEED, max(options.eval_problems, 1))
-        self._held_out = [self._data[i] for i in range(options.eval_problems)]
-        self.held_out = [self._problem(entry) for entry in self._held_out]
-        questions = {entry["question"] for entry in self._held_out}
+        self.held_out = [self._problem(self._data[index]) for index in range(options.eval_problems)]
+        questions = {problem.entry["question"] for problem in self.held_out}
         wanted = options.steps * options.prompts
-        # Seeds far apart: entry i of a dataset is drawn with seed + i.
-        data = dataset(options, options.seed * (1 << 20), _SPARE * wanted)
-        fresh = (entry for entry in (data[i] for i in range(_SPARE * wanted)) if entry["question"] not in questions)
-        self._entries = list(itertools.islice(fresh, wanted))
-        if len(self._entries) < wanted:
-            raise ValueError(f"task={options.task} has too few problems beside the held-out ones: use a larger one")
-
-    @property
-    def longest_prompt(self) -> int:
-        """In tokens, of all problems."""
-        return max(len(self._problem(entry).prompt) for entry in [*self._entries, *self._held_out])
-
-    def problems(self, step: int) -> list[Problem]:
-        """Those of a step; always the same."""
-        first = step * self._options.prompts
-        return [self._problem(entry) for entry in self._entries[first : first + self._options.prompts]]
+        # Seeds lie far apart, since an entry is drawn with seed + index.
+        fresh = dataset(options, options.seed * _SEED_STRIDE, _SPARE * wanted)
+        self.problems: list[Problem] = []
+        for index in range(_SPARE * wanted):
+            if len(self.problems) < wanted and fresh[index]["question"] not in questions:
+                self.problems.append(self._problem(fresh[index]))
+        if len(self.problems) < wanted:
+            raise ValueError(f"task={options.task!r}: too few problems beside the held-out ones, use a larger one")
 
     def score(self, output: Sequence[int], problem: Problem) -> float:
         """Between 0 and 1; 1 is right. What stands in <answer> tags is the answer, or else everything is."""
@@ -70,9 +61,8 @@ class Task:
 
 def dataset(options: Options, seed: int, size: int) -> Any:
     """A dataset of reasoning-gym. Raises ValueError if there is none of the name, or it has no such settings."""
+    settings = {**json.loads(options.task_config), "seed": seed, "size": size}
     try:
-        return reasoning_gym.create_dataset(
-            options.task, **{**json.loads(options.task_config), "seed": seed, "size": size}
-        )
+        return reasoning_gym.create_dataset(options.task, **settings)
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"task={options.task!r} with task_config={options.task_config}: {error}") from error

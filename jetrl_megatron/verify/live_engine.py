@@ -1,7 +1,7 @@
 """A vLLM engine in a process of its own that generates and takes weight updates, one command after the other.
 
-`LiveEngine` is the handle, for a process that trains meanwhile; `python -m jetrl_megatron.verify.live_engine` is what it
-starts. The request is an `EngineRequest`, whose batches are not read.
+`LiveEngine` is the handle, for a process that trains meanwhile. It starts this module's `main` with an `EngineRequest`,
+whose batches are not read.
 """
 
 from __future__ import annotations
@@ -59,14 +59,23 @@ class LiveEngine:
         self._wait()
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, seed: int, temperature: float = 1.0
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        seed: int,
+        temperature: float = 1.0,
+        ignore_eos: bool = False,
     ) -> list[ScoredSequence]:
         """Answers each prompt up to the model's end-of-sequence token; the i-th is drawn with seed + i.
+
+        Args:
+            ignore_eos: go on behind that token, up to `max_tokens`.
 
         Raises:
             EngineError: it failed.
         """
-        sampling = {"max_tokens": max_tokens, "temperature": temperature}
+        sampling = {"max_tokens": max_tokens, "temperature": temperature, "ignore_eos": ignore_eos}
         self._send("generate", [list(prompt) for prompt in prompts], seed, sampling)
         return [ScoredSequence(*fields) for fields in self._wait()]
 
@@ -113,7 +122,7 @@ def _generate(llm: Any, prompts: list[list[int]], seed: int, sampling: dict[str,
 
     # Without a tokenizer vLLM does not know where a sequence ends.
     end = getattr(llm.llm_engine.model_config.hf_config, "eos_token_id", None)
-    ends = end if isinstance(end, list) else [] if end is None else [end]
+    ends = [] if end is None or sampling["ignore_eos"] else end if isinstance(end, list) else [end]
     shared = {**sampling, "stop_token_ids": ends, "logprobs": 0, "flat_logprobs": True, "detokenize": False}
     parameters = [SamplingParams(seed=seed + index, **shared) for index in range(len(prompts))]
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
