@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from examples.grpo.options import BF16, Options
@@ -23,27 +21,12 @@ from jetrl_megatron.recipe import VLLM_CONFIG_KEY
 from jetrl_megatron.sync import JetRLWeightSynchronizer
 from jetrl_megatron.verify.hf_export import export_hf_folder
 from jetrl_megatron.verify.live_engine import LiveEngine
+from jetrl_megatron.verify.progress import Clock
 from jetrl_megatron.verify.ranks import operators_of, process_group
 from jetrl_megatron.verify.requests import EngineRequest
-from jetrl_megatron.verify.rollouts import Rollout, ScoredSequence
+from jetrl_megatron.verify.rollouts import ScoredSequence
 
 _MOST_SEQUENCES = {"cuda": 256, "cpu": 64}
-
-
-class Clock:
-    """Seconds by phase."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Adds what happens inside, to its end on the GPU."""
-        started = time.perf_counter()
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
 
 
 class Log:
@@ -120,10 +103,14 @@ class Run:
         self.sender = JetRLWeightSynchronizer(self.source, receivers=options.tp)
 
     def main(self) -> None:
-        """Runs to the end, or to the deadline."""
-        options, first = self.options, max(self.checkpoints(), default=0)
+        """Runs from the last checkpoint to the end, or to the deadline."""
+        from jetrl_megatron.verify.model import load_training_state, save_training_state, saved_steps
+
+        options, state = self.options, (self.policy.model, self.policy.optimizer)
+        checkpoints = options.folder / "checkpoints"
+        first = max(saved_steps(checkpoints), default=0)
         if first:
-            self.policy.load(self.checkpoints()[first])
+            load_training_state(*state, saved_steps(checkpoints)[first])
         log = Log(options, first) if self.engine else None
         started = time.time()
         for step in range(first, options.steps):
@@ -134,7 +121,7 @@ class Run:
             ahead = 1.5 * (time.time() - started) / (step + 1 - first)
             stop = self.shared(time.time() + ahead > self.deadline)
             if stop or (step + 1) % options.checkpoint_every == 0 or step + 1 == options.steps:
-                self.save(step + 1)
+                save_training_state(*state, checkpoints, step + 1)
             if stop:
                 return
         self.clock.seconds = {}
@@ -207,22 +194,6 @@ class Run:
         answers = self.engine.generate([problem.prompt for problem in problems], seed=seed, **more)
         return answers, [self.task.score(a.output, problem) for a, problem in zip(answers, problems, strict=True)]
 
-    def save(self, step: int) -> None:
-        """Writes a checkpoint, which counts when it is complete, and removes those before it."""
-        before, partial = self.checkpoints(), self.options.folder / "checkpoints" / "partial"
-        partial.mkdir(parents=True, exist_ok=True)
-        self.policy.save(partial)
-        dist.barrier()
-        if self.engine:
-            partial.rename(partial.with_name(f"step-{step:06d}"))
-            for old in before.values():
-                shutil.rmtree(old)
-        dist.barrier()
-
-    def checkpoints(self) -> dict[int, Path]:
-        """The complete checkpoints by the number of steps."""
-        return {int(path.name[5:]): path for path in (self.options.folder / "checkpoints").glob("step-*")}
-
     def shared(self, value: Any) -> Any:
         """What rank 0 has, on every rank."""
         box = [value]
@@ -236,16 +207,15 @@ def _share_of_right(rewards: Sequence[float]) -> float:
 
 def compare(samples: Sequence[Any]) -> dict[str, Any]:
     """Mismatch of training and rollout, over all and by position, and entropy, estimated from the drawn tokens."""
-    texts = [(s.ids_S[: s.prompt].tolist(), s.ids_S[s.prompt :].tolist()) for s in samples]
-    rollout = Rollout.of([ScoredSequence(*text, s.rollout_o) for text, s in zip(texts, samples, strict=True)])
-    old_o = torch.cat([sample.old_o for sample in samples])
-    pair = rollout.padded(rollout.logprobs_o), rollout.padded(old_o), rollout.mask()
+    columns = zip(*((s.rollout_o, s.old_o, torch.ones(len(s.old_o))) for s in samples), strict=True)
+    padded = [pad_sequence(column, batch_first=True) for column in columns]
     names = ("tokens", "mean_abs_dlogp", "gen_kl_error")
     positions = [
         {"first": first, **{name: getattr(found, name) for name in names}}
-        for first, found in mismatch_by_position(*pair)
+        for first, found in mismatch_by_position(*padded)
     ]
-    return {"entropy": -float(old_o.double().mean()), "mismatch": mismatch(*pair).to_dict(), "positions": positions}
+    entropy = -float(torch.cat([sample.old_o for sample in samples]).double().mean())
+    return {"entropy": entropy, "mismatch": mismatch(*padded).to_dict(), "positions": positions}
 
 
 @record

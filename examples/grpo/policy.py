@@ -1,4 +1,4 @@
-"""The trained model on every rank: log-probs, GRPO's loss and optimizer steps, checkpoints, weights for the rollout."""
+"""The trained model on every rank: log-probs, GRPO's loss and optimizer steps, weights for the rollout."""
 
 # Shape suffixes: S tokens of a sequence, o output tokens of some sequences one after the other.
 
@@ -7,13 +7,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 
 from examples.grpo.options import Options
@@ -22,8 +19,7 @@ from jetrl_megatron.integrations.requantized import RequantizedSource
 from jetrl_megatron.sync.megatron_source import MegatronSource
 from jetrl_megatron.verify.forward import pack_log_probs, packs, packs_sequences
 from jetrl_megatron.verify.model import gpt_model, initialize_groups, make_optimizer
-
-Timed = Callable[[str], AbstractContextManager[None]]
+from jetrl_megatron.verify.progress import Clock
 
 
 @dataclasses.dataclass
@@ -72,66 +68,54 @@ def _joined(samples: Sequence[Sample], name: str, like: torch.Tensor) -> torch.T
 
 
 class Policy:
-    """Every rank has one. Starts from the Hugging Face folder; `load` goes on from a checkpoint."""
+    """Every rank has one. Starts from the Hugging Face folder."""
 
-    def __init__(self, options: Options, timed: Timed) -> None:
-        self._options, self._timed = options, timed
+    def __init__(self, options: Options, clock: Clock) -> None:
+        self._options, self._clock = options, clock
         initialize_groups(options.tp, 1, options.seed)
         layout = {"tensor_parallel": options.tp, "sequence_parallel": options.tp > 1}
         parity = options.operators == "parity" and torch.cuda.is_available()
         build = functools.partial(build_model, options.hf_model, recipe=options.recipes[0], parity=parity, **layout)
         self.model = build(ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True))
         self.reference = build() if options.kl else None
-        self._optimizer = make_optimizer(self.model, options.learning_rate)
+        self.optimizer = make_optimizer(self.model, options.learning_rate)
         self._vocabulary = json.loads((options.hf_model / "config.json").read_text())["vocab_size"]
 
-    def _forwards(self, module: Any, samples: Sequence[Sample]) -> Iterator[tuple[list[Sample], torch.Tensor]]:
+    def _packs(self, module: Any, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
         limit = self._options.tokens_per_forward if packs_sequences(module) else 0
         for pack in packs([len(sample.ids_S) for sample in samples], limit):
-            members = [samples[index] for index in pack]
-            yield members, pack_log_probs(module, [(s.ids_S, s.prompt) for s in members], self._vocabulary)
+            yield [samples[index] for index in pack]
+
+    def _log_probs(self, module: Any, samples: Sequence[Sample]) -> torch.Tensor:
+        return pack_log_probs(module, [(sample.ids_S, sample.prompt) for sample in samples], self._vocabulary)
 
     @torch.no_grad()
     def score(self, model: list[Any], samples: Sequence[Sample], name: str) -> None:
         """Gives each sample the log-probs of its output tokens by `model`, under this name."""
-        for members, logp_o in self._forwards(gpt_model(model).eval(), samples):
-            parts = logp_o.cpu().split([len(sample.rollout_o) for sample in members])
+        module = gpt_model(model).eval()
+        for members in self._packs(module, samples):
+            parts = self._log_probs(module, members).cpu().split([len(sample.rollout_o) for sample in members])
             for sample, part_o in zip(members, parts, strict=True):
                 setattr(sample, name, part_o)
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
         """One optimizer step on some answers; each token counts alike."""
-        for module in self.model:
-            module.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        total = sum(len(sample.rollout_o) for sample in samples)
-        sums: dict[str, float] = {"loss": 0.0, "kl": 0.0, "clipped": 0.0}
-        forwards = self._forwards(gpt_model(self.model).train(), samples)
-        while True:
-            with self._timed("forward"):
-                members, logp_o = next(forwards, (None, None))
-                if members is None or logp_o is None:
-                    break
-                loss, found = grpo_loss(logp_o, members, self._options)
-            with self._timed("backward"):
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        module, total = gpt_model(self.model).train(), sum(len(sample.rollout_o) for sample in samples)
+        sums = dict.fromkeys(("loss", "kl", "clipped"), 0.0)
+        for members in self._packs(module, samples):
+            with self._clock("forward"):
+                loss, found = grpo_loss(self._log_probs(module, members), members, self._options)
+            with self._clock("backward"):
                 (loss / total).backward()
             for name, value in {"loss": loss.detach(), **found}.items():
                 sums[name] += float(value) / total
-        with self._timed("optimizer"):
+        with self._clock("optimizer"):
             finalize_model_grads(self.model)
-            stepped, norm, _ = self._optimizer.step()
+            stepped, norm, _ = self.optimizer.step()
         return {**sums, "grad_norm": float(norm), "skipped": float(not stepped)}
-
-    def save(self, path: Path) -> None:
-        """This rank's part of a checkpoint, for the same layout."""
-        state = {"model": gpt_model(self.model).state_dict(), "optimizer": self._optimizer.state_dict()}
-        torch.save(state, path / f"rank{dist.get_rank()}.pt")
-
-    def load(self, path: Path) -> None:
-        """The inverse of `save`."""
-        state = torch.load(path / f"rank{dist.get_rank()}.pt", map_location="cpu", weights_only=False)
-        gpt_model(self.model).load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
 
     def weight_source(self) -> MegatronSource | RequantizedSource:
         """What weight sync sends: the bytes that training computes with, unless the rollout is to have others."""

@@ -46,9 +46,9 @@ class RequantizedSource:
         self._mapping = HfMapping(open_hf_model(hf_config))
         self._whole_matrices = whole_matrices
         self._source = TensorSource(self._quantized(), recipe)
-        self._fresh = True
         self.tensors = self._source.tensors
         self.device = self._source.device
+        self.release()
 
     def refresh(self) -> list[str]:
         """See `WeightSource`."""
