@@ -72,9 +72,17 @@ class RandomModel:
                 tensors[f"{name}_scale_inv"] = codes.scale.cpu().contiguous()
             else:
                 tensors[name] = weight.cpu().contiguous()
-        out.mkdir(parents=True, exist_ok=True)
+        self.write_config(out, recipe)
         save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-        content = config.to_dict() | {"architectures": [type(model).__name__]}
+        return out
+
+    def write_config(self, out: Path, recipe: Fp8BlockRecipe | None = None) -> Path:
+        """Writes config.json alone."""
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        config = self.config()
+        out.mkdir(parents=True, exist_ok=True)
+        content = config.to_dict() | {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]}
         if recipe is not None:
             content |= {"quantization_config": recipe.to_vllm_quantization_config(), "jetrl": recipe.to_stamp()}
         (out / "config.json").write_text(json.dumps(content, indent=1, default=str))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ _PLAIN_KERNELS = (
     "TritonFp8BlockScaledMMKernel",
     "W8A8BlockLinear",
 )
+
+_ALIGNMENT = 256
+"""Bytes; every dtype may be viewed at such an offset."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,8 @@ class EngineWeights:
         self._events = []
         if self.device.type != "cuda":
             return
-        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        # Steps that were started before this update still read the weights.
+        torch.cuda.synchronize(self.device)
         with torch.cuda.stream(self._side), torch.no_grad():
             for saved in self._saved_of_bucket:
                 for entry in saved:
@@ -221,17 +226,17 @@ class EngineWeights:
             [write.target for write in writes if write.target.untyped_storage()._cdata in direct]
             for writes in self._writes
         ]
-        sizes = [(target.nbytes + 255) // 256 * 256 for bucket in targets for target in bucket]
-        arena = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=cuda)
-        offset = 0
         for bucket in targets:
-            saved = []
-            for target in bucket:
-                old = arena[offset : offset + target.nbytes].view(target.dtype).view(target.shape)
-                saved.append(_Saved(target, old))
-                offset += (target.nbytes + 255) // 256 * 256
-            self._saved_of_bucket.append(saved)
-        self._side: Any = torch.cuda.Stream(self.device) if cuda else None
+            # An arena for each bucket, since torch rounds pinned memory up to a power of two.
+            starts = list(accumulate((_aligned(target.nbytes) for target in bucket), initial=0))
+            arena = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=cuda)
+            self._saved_of_bucket.append(
+                [
+                    _Saved(target, arena[start : start + target.nbytes].view(target.dtype).view(target.shape))
+                    for target, start in zip(bucket, starts, strict=False)
+                ]
+            )
+        self._side: Any = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
 
     def _check_scales(self, bucket: Bucket, buffer: torch.Tensor) -> None:
         scales = [part for part in bucket.slices if part.name.endswith(SCALE)]
@@ -273,6 +278,10 @@ class EngineWeights:
                 if fresh.get(key) is not None:
                     value.data.copy_(fresh[key])
         _place(layer, parameters, buffers)
+
+
+def _aligned(nbytes: int) -> int:
+    return (nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
 
 
 def _is_plain(layer: Any, live: torch.Tensor, loaded: torch.Tensor) -> bool:

@@ -44,7 +44,7 @@ class _Span(NamedTuple):
     stored: int
     matrix: int
     first: int
-    count: int
+    length: int
 
 
 class _Part(NamedTuple):
@@ -205,14 +205,14 @@ class MegatronSource:
         return _without_padding(runs, [size[0] for size in sizes]), [_Span(0, 0, first_column, width)]
 
 
-def _cut(module: torch.nn.Module, parameter: torch.nn.Parameter) -> tuple[int, int, int]:
+def _cut(module: Any, parameter: torch.nn.Parameter) -> tuple[int, int, int]:
     """Which of how many parts a rank holds of a parameter, and along which dimension; (0, 1, 0) where it holds all."""
     if isinstance(module, RowParallelLinear):
         dim = 1 if parameter is module.weight else None
     elif isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)):
         dim = None if parameter is getattr(module, "layer_norm_weight", None) else 0
     else:
-        dim = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
+        dim = getattr(parameter, "partition_dim", 0) if getattr(parameter, "tensor_model_parallel", False) else None
     if dim is None:
         return 0, 1, 0
     return get_pg_rank(module.tp_group), get_pg_size(module.tp_group), dim
@@ -239,9 +239,9 @@ def _without_padding(runs: Sequence[Run], sizes: list[int]) -> list[_Span]:
 def _write(view_RC: torch.Tensor, first_row: int, part: _Part) -> None:
     """Writes the rows of a part that a slice, which starts at `first_row`, has."""
     rows, columns = part.rows, part.columns
-    low, high = max(rows.first, first_row), min(rows.first + rows.count, first_row + len(view_RC))
+    low, high = max(rows.first, first_row), min(rows.first + rows.length, first_row + len(view_RC))
     if low >= high:
         return
     stored = rows.stored + low - rows.first
-    source_RC = part.read()[stored : stored + high - low, columns.stored : columns.stored + columns.count]
-    view_RC[low - first_row : high - first_row, columns.first : columns.first + columns.count].copy_(source_RC)
+    source_RC = part.read()[stored : stored + high - low, columns.stored : columns.stored + columns.length]
+    view_RC[low - first_row : high - first_row, columns.first : columns.first + columns.length].copy_(source_RC)

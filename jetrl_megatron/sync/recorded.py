@@ -114,11 +114,11 @@ def not_taken(tensors: Mapping[str, TensorSpec], boxes: list[dict[str, list[Any]
     return lines
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down copies from sources into parameters."""
 
     def __init__(self, parameters: Mapping[Parameter, torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.copies: list[Copy] = []
         self.filled: dict[Parameter, set[Place]] = {}
         self.problems: list[str] = []
@@ -139,7 +139,7 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _fill(self, parameter: Parameter, view: torch.Tensor) -> Place:
-        place = Place(view.storage_offset(), tuple(view.shape), view.stride())
+        place = Place(int(view.storage_offset()), tuple(view.shape), view.stride())
         self.filled.setdefault(parameter, set()).add(place)
         return place
 
@@ -168,7 +168,7 @@ def _box(view: torch.Tensor, spec: TensorSpec) -> tuple[int, int, int, int] | No
     width = 1
     for size in spec.shape[1:]:
         width *= size
-    offset, shape = view.storage_offset(), tuple(view.shape)
+    offset, shape = int(view.storage_offset()), tuple(view.shape)
     if len(spec.shape) < 2:
         return (offset, view.numel(), 0, 1) if view.is_contiguous() else None
     first, column = divmod(offset, width)
@@ -233,9 +233,10 @@ def _on_meta(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for layer, parameters, buffers, non_persistent in kept:
-            for held, values in ((layer._parameters, parameters), (layer._buffers, buffers)):
-                held.clear()
-                held.update(values)
+            layer._parameters.clear()
+            layer._parameters.update(parameters)
+            layer._buffers.clear()
+            layer._buffers.update(buffers)
             layer._non_persistent_buffers_set.clear()
             layer._non_persistent_buffers_set.update(non_persistent)
 

@@ -174,7 +174,7 @@ class JetRLWeightSynchronizer:
     def _next(self, version: int | None, hellos: list[Message]) -> int:
         """The number of this update, the same on every rank."""
         served = max((hello["version"] for hello in hellos), default=0)
-        newest = max(self.version, *self._gather(served))
+        newest: int = max(self.version, *self._gather(served))
         if version is None:
             return newest + 1
         if version <= newest:
@@ -227,11 +227,16 @@ class JetRLWeightSynchronizer:
     def _publish(self, connections: list[Connection], index: int, bucket: Bucket) -> list[str]:
         assert self._sending is not None
         slot = index % SLOTS
+
+        def check() -> None:
+            for connection in connections:
+                connection.check()
+
         with _collected() as problems:
             self._sending.publish(slot, bucket.nbytes)
             for connection in connections:
                 connection.send("bucket", index=index, slot=slot)
-            self._sending.complete(slot, self._timeout, lambda: [connection.check() for connection in connections])
+            self._sending.complete(slot, self._timeout, check)
         return problems
 
     def _commit(self, connections: list[Connection]) -> list[str]:

@@ -16,7 +16,13 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    TCPStore,
+)
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from jetrl_megatron.sync.manifest import WeightSyncError
@@ -141,7 +147,7 @@ class IpcSending:
     def end(self, *, failed: bool) -> None:
         """See `Sending`."""
         self.slots = ()
-        torch.cuda.ipc_collect()
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 
 class IpcReceiving:
@@ -176,7 +182,7 @@ class GroupSending:
     def __init__(self, backend: str, device: torch.device, host: str) -> None:
         self.slots: tuple[torch.Tensor, ...] = ()
         self._backend, self._device, self._host = backend, device, host
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
         self._group: _Group | None = None
         self._works: dict[int, Any] = {}
         self._size = 0
@@ -190,7 +196,7 @@ class GroupSending:
         self._size = len(hellos) + 1
         if self._group is None:
             # The store of an earlier group may still be read by a worker that has not seen its end.
-            self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+            self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
             name = secrets.token_hex(8)
         else:
             name = self._group.name
@@ -254,9 +260,7 @@ class GroupReceiving:
             group.abort()
             group = None
         if group is None:
-            store = dist.TCPStore(
-                offer["host"], offer["port"], is_master=False, timeout=datetime.timedelta(seconds=timeout)
-            )
+            store = TCPStore(offer["host"], offer["port"], is_master=False, timeout=datetime.timedelta(seconds=timeout))
             group = _Group(offer, offer["ranks"][name], store, device, timeout)
         self.group: _Group | None = group
         # One will do: a worker reads them one after the other.
@@ -289,26 +293,32 @@ class GroupReceiving:
 class _Group:
     """A communicator of its own, beside whatever process groups this process has. Rank 0 sends."""
 
-    def __init__(self, offer: Message, rank: int, store: dist.Store, device: torch.device, timeout: float) -> None:
+    def __init__(self, offer: Message, rank: int, store: Store, device: torch.device, timeout: float) -> None:
         self.name: str = offer["group"]
-        self._store = dist.PrefixStore(self.name, store)
+        self._store = PrefixStore(self.name, store)
         store.set_timeout(datetime.timedelta(seconds=timeout))
         self._device = device
         self._backend: Any
         if offer["backend"] == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
+            # Not in every build of torch.
+            from torch.distributed import ProcessGroupNCCL
+
+            options = ProcessGroupNCCL.Options()
             options._timeout = _NEVER
-            self._backend = dist.ProcessGroupNCCL(self._store, rank, offer["size"], options)
+            self._backend = ProcessGroupNCCL(self._store, rank, offer["size"], options)
+            # NCCL connects in its first collective, which waits for everybody: here, where everybody is under way.
+            self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device)).wait()
+            torch.cuda.synchronize(device)
         else:
             seconds = datetime.timedelta(seconds=timeout)
             try:
-                self._backend = dist.ProcessGroupGloo(self._store, rank, offer["size"], seconds)
+                self._backend = ProcessGroupGloo(self._store, rank, offer["size"], seconds)
             except RuntimeError as error:
                 raise WeightSyncError([f"no communicator of {offer['size']} processes: {error}"]) from error
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
         """Starts a broadcast from rank 0; returns torch's handle."""
-        options = dist.BroadcastOptions()
+        options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         return self._backend.broadcast([tensor], options)
 
@@ -329,7 +339,7 @@ def _finished(work: Any) -> bool:
 
 def _mapped(path: str, slot_bytes: int) -> tuple[torch.Tensor, ...]:
     whole = torch.from_file(path, shared=True, size=SLOTS * slot_bytes, dtype=torch.uint8)
-    return tuple(whole.split(slot_bytes))
+    return tuple(whole.view(SLOTS, slot_bytes))
 
 
 def device_uuid(device: torch.device) -> str | None:
@@ -345,16 +355,16 @@ def _device_of(uuid: str) -> int:
 
 
 def _handle(slot: torch.Tensor) -> list[Any]:
-    _, arguments = reduce_tensor(slot)
+    _, arguments = reduce_tensor(slot)  # type: ignore[no-untyped-call]
     # Classes, sizes and dtype are known to the other end; handles are bytes.
     return [{"b64": base64.b64encode(a).decode()} if isinstance(a, bytes) else a for a in arguments[_DEVICE_ARGUMENT:]]
 
 
 def _rebuilt(handle: list[Any], index: int) -> torch.Tensor:
-    arguments = [base64.b64decode(a["b64"]) if isinstance(a, dict) else a for a in handle]
+    arguments: list[Any] = [base64.b64decode(a["b64"]) if isinstance(a, dict) else a for a in handle]
     arguments[0] = index
     size = torch.Size([arguments[2]])
-    slot: torch.Tensor = rebuild_cuda_tensor(
+    slot: torch.Tensor = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
         torch.Tensor, size, (1,), 0, torch.storage.TypedStorage, torch.uint8, *arguments
     )
     return slot

@@ -24,6 +24,8 @@ from jetrl_megatron.sync.manifest import WeightSyncError
 _LENGTH = struct.Struct("!Q")
 _RETRY_SECONDS = 0.05
 _GRACE_SECONDS = 1.0
+_HELLO_SECONDS = 5.0
+"""Workers answer at once; somebody else who connects must not keep them waiting."""
 _LONGEST_MESSAGE = 1 << 28
 
 Message = dict[str, Any]
@@ -207,14 +209,14 @@ class Listener:
         return accepted
 
     def _hello(self, connection: Connection) -> Message | None:
-        # A worker that gave up while it waited in the queue still left its hello there: it has to answer as well.
+        """What a worker says first; None for somebody else, and for a worker that left while it waited in the queue."""
         try:
-            hello = connection.expect("hello")
+            hello = connection.expect("hello", timeout=_HELLO_SECONDS)
+            if not hmac.compare_digest(str(hello.get("token")), self.token):
+                raise WeightSyncError(["wrong token"])
             connection.send("welcome")
-            connection.expect("here")
+            connection.expect("here", timeout=_HELLO_SECONDS)
         except (WeightSyncError, ValueError):
-            hello = {}
-        if not hmac.compare_digest(str(hello.get("token")), self.token):
             connection.close()
             return None
         connection.peer = str(hello["name"])

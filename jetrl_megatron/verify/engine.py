@@ -12,6 +12,8 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,6 +70,8 @@ def serve(request: EngineRequest) -> tuple[dict[str, Any], dict[str, Rollout]]:
     }
     rollouts = {}
     for done, batch in enumerate(request.batches):
+        if batch.weights is not None:
+            _update(engine, request, Path(batch.weights))
         rollouts[batch.name], result["batches"][batch.name] = _run_batch(engine, batch)
         report_progress(done + 1, len(request.batches), batch.name)
     return result, rollouts
@@ -196,13 +200,32 @@ def _engine(request: EngineRequest) -> LLM:
     return LLM(**engine_arguments(request))
 
 
+def _update(engine: LLM, request: EngineRequest, folder: Path) -> None:
+    """Gives the engine the weights of another checkpoint of the same model, in place, as a trainer would."""
+    if request.mode != "parity":
+        engine.collective_rpc("jetrl_load", args=(str(folder),))
+        # Keys and values of the old weights must not serve the new ones.
+        engine.reset_prefix_cache()
+        return
+    from safetensors.torch import load_file
+
+    from jetrl_megatron.convert.stored import tensor_files
+    from jetrl_megatron.sync import JetRLWeightSynchronizer, TensorSource, receive_update
+
+    assert request.recipe is not None, "the request was checked"
+    tensors = {name: tensor for path in set(tensor_files(folder).values()) for name, tensor in load_file(path).items()}
+    source = TensorSource(tensors, Fp8BlockRecipe.from_dict(request.recipe))
+    synchronizer = JetRLWeightSynchronizer(source, receivers=request.tensor_parallel)
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(synchronizer.update)
+        receive_update(engine, synchronizer.endpoints)
+        sent.result()
+    synchronizer.close()
+
+
 def _run_batch(engine: LLM, batch: Batch) -> tuple[Rollout, dict[str, Any]]:
     from vllm import SamplingParams
 
-    if batch.weights is not None:
-        engine.collective_rpc("jetrl_load", args=(batch.weights,))
-        # Keys and values of the old weights must not serve the new ones.
-        engine.reset_prefix_cache()
     shared: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True, "detokenize": False}
     shared |= {"logprobs": 0, "flat_logprobs": True}
     prompts = [{"prompt_token_ids": list(prompt)} for prompt in _prompts(engine, batch)]

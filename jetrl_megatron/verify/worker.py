@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from jetrl_megatron.integrations.vllm_description import PrecisionReport
+from jetrl_megatron.sync.receiver import WeightReceiver
 from jetrl_megatron.verify.probe import EngineProbe
 
 
-class DescribedWorker(EngineProbe, PrecisionReport):
-    """Counts operators, loads weights, and describes itself to the precision-flow checker."""
+class DescribedWorker(EngineProbe, PrecisionReport, WeightReceiver):
+    """Counts operators, takes weights, and describes itself to the precision-flow checker."""

@@ -1,7 +1,6 @@
 """The processes of test_weight_sync.py, driven over a connection: a trainer of two Megatron ranks, and vLLM engines.
 
-`python -m tests.parity.sync_processes ROLE ADDRESS ...` connects to ADDRESS and answers commands: {"do": name, ...}. A
-command that raises is answered with the error's type and text.
+`python -m tests.parity.sync_processes PIPE ROLE ...` answers commands, see `benchmarks.processes`.
 """
 
 from __future__ import annotations
@@ -11,32 +10,19 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from multiprocessing import get_context
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.processes import answer, answer_on_all_ranks, connection_of
 from jetrl_megatron.verify.environment import cpu_engine_environment
 
 PROMPTS = tuple(tuple(range(3 + index, 30 + 3 * index, 2)) for index in range(4))
 TOKENS = 6
-
-
-def answer(connection: Connection, commands: dict[str, Callable[..., Any]]) -> None:
-    """Answers commands until the other end closes."""
-    while True:
-        try:
-            command = connection.recv()
-        except (EOFError, ConnectionResetError):
-            return
-        try:
-            connection.send(("ok", commands[command.pop("do")](**command)))
-        except Exception as error:
-            connection.send((type(error).__name__, str(error)))
 
 
 # Engines
@@ -155,7 +141,6 @@ if "vllm" in sys.modules:
 
 def serve_trainer(connection: Connection | None, hf_folder: str, recipe: str) -> None:
     """One rank; the first has the connection."""
-    import torch.distributed as dist
     from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 
     from jetrl_megatron.convert.export import export_vllm_checkpoint
@@ -201,51 +186,34 @@ def serve_trainer(connection: Connection | None, hf_folder: str, recipe: str) ->
         report = synchronizers[name].update()
         return report.version, report.seconds, report.buckets
 
-    commands = {"step": step, "listen": listen, "export": export, "send": send}
-    if connection is not None:
-        answer(connection, {name: _on_all_ranks(name, command) for name, command in commands.items()})
-        dist.broadcast_object_list([None], src=0)
-        return
-    while True:
-        box: list[Any] = [None]
-        dist.broadcast_object_list(box, src=0)
-        if box[0] is None:
-            return
-        name, arguments = box[0]
-        try:
-            commands[name](**arguments)
-        except RuntimeError as error:
-            print(f"rank {dist.get_rank()}: {error}", file=sys.stderr)
+    answer_on_all_ranks(connection, {"step": step, "listen": listen, "export": export, "send": send})
 
 
-def _on_all_ranks(name: str, command: Callable[..., Any]) -> Callable[..., Any]:
-    def run(**arguments: Any) -> Any:
-        torch.distributed.broadcast_object_list([(name, arguments)], src=0)
-        return command(**arguments)
-
-    return run
-
-
-def _rank(rank: int, address: str, hf_folder: str, recipe: str, rendezvous: str) -> None:
+def _rank(rank: int, connection: Connection | None, hf_folder: str, recipe: str, rendezvous: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    serve_trainer(Client(address) if rank == 0 else None, hf_folder, recipe)
+    serve_trainer(connection, hf_folder, recipe)
 
 
-def main(role: str, address: str, *arguments: str) -> None:
+def main(pipe: str, role: str, *arguments: str) -> None:
     if role == "engine":
-        serve_engine(Client(address), arguments[0], int(arguments[1]))
+        serve_engine(connection_of(pipe), arguments[0], int(arguments[1]))
     elif role == "fresh":
-        serve_fresh(Client(address))
+        serve_fresh(connection_of(pipe))
     else:
         from jetrl_megatron.integrations import megatron_cpu
 
         megatron_cpu.install()
         context = get_context("fork")
-        ranks = [context.Process(target=_rank, args=(rank, address, *arguments), daemon=True) for rank in range(2)]
+        connection = connection_of(pipe)
+        ranks = [
+            context.Process(target=_rank, args=(rank, None if rank else connection, *arguments), daemon=True)
+            for rank in range(2)
+        ]
         for process in ranks:
             process.start()
+        connection.close()
         for process in ranks:
             process.join()
 

