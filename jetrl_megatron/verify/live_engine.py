@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from jetrl_megatron.sync import WORKER_EXTENSION, receive_update
+from jetrl_megatron.sync import receive_update
 from jetrl_megatron.verify.engine import engine_arguments, engine_environment, require_plugin, sequences_of
 from jetrl_megatron.verify.requests import EngineRequest
 from jetrl_megatron.verify.rollouts import ScoredSequence
@@ -137,7 +137,7 @@ def main() -> None:
         require_plugin()
     from vllm import LLM
 
-    llm = LLM(**{**engine_arguments(request), "worker_extension_cls": WORKER_EXTENSION})
+    llm = LLM(**engine_arguments(request))
     commands = {
         "generate": lambda *arguments: _generate(llm, *arguments),
         "receive": lambda endpoints: receive_update(llm, endpoints),

@@ -70,6 +70,12 @@ def _qwen2(label: str, **layout: Any) -> Callable[[], None]:
         _save([unwrapped(model) for model in models], _root() / f"saved/qwen2_{label}", **metadata)
         export_vllm_checkpoint(models, _root() / f"live/qwen2_{label}", hf_config=_root() / "qwen2", recipe=JETRL_FP8)
         save_synced(models, _root() / "qwen2", _root() / f"synced/qwen2_{label}.safetensors")
+        if label == "tp2":
+            from jetrl_megatron.integrations.requantized import RequantizedSource
+
+            for whole in (False, True):
+                source = RequantizedSource(models, hf_config=_root() / "qwen2", whole_matrices=whole)
+                save_synced(models, _root() / "qwen2", _root() / f"requantized/whole_{whole}.safetensors", source)
 
     return body
 
@@ -241,6 +247,23 @@ def test_weight_sync_sends_the_same_from_every_layout_exact(ranks: dict[str, Any
 def test_weight_sync_sends_the_last_step_of_every_rank_exact(ranks: dict[str, Any]) -> None:
     exported = load_file(ranks["root"] / "live/after_a_step/model.safetensors")
     _assert_same(load_file(ranks["root"] / "synced/after_a_step.safetensors"), exported)
+
+
+def test_requantized_weights_are_those_of_an_export_exact(ranks: dict[str, Any]) -> None:
+    _assert_same(load_file(ranks["root"] / "requantized/whole_False.safetensors"), ranks["expected"]["qwen2"])
+
+
+def test_requantized_whole_matrices_have_one_scale_and_hold_the_same_weights_close(ranks: dict[str, Any]) -> None:
+    """Close: with a larger scale a weight is rounded to other codes."""
+    fine = ranks["expected"]["qwen2"]
+    coarse = load_file(ranks["root"] / "requantized/whole_True.safetensors")
+    assert coarse.keys() == fine.keys()
+    for name in [name for name in fine if name.endswith("_scale_inv")]:
+        assert torch.equal(coarse[name], fine[name].max().expand_as(fine[name])), name
+        weight = name.removesuffix("_scale_inv")
+        row = slice(0, JETRL_FP8.block)
+        tiles = ((tensors[weight][row, row].float() * tensors[name][0, 0]) for tensors in (fine, coarse))
+        torch.testing.assert_close(*tiles, rtol=0.13, atol=float(coarse[name].max()) / 512)
 
 
 @pytest.mark.parametrize(("model", "layouts"), [("qwen2", QWEN2_LAYOUTS), ("qwen3", QWEN3_LAYOUTS)])
