@@ -1,32 +1,28 @@
-"""The loop, on every rank: `torchrun ... -m examples.grpo.loop JOB`. Rank 0 has engine, problems and metrics."""
+"""The loop, on every rank; rank 0 alone has the engine, the problems and the metrics."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
+from statistics import fmean as mean
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from examples.grpo.options import BF16, Options
+from examples.grpo.policy import Policy, Sample, advantages
 from examples.grpo.task import Problem, Task
 from jetrl_megatron.precision_flow.mismatch import mismatch, mismatch_by_position
-from jetrl_megatron.recipe import VLLM_CONFIG_KEY
 from jetrl_megatron.sync import JetRLWeightSynchronizer
 from jetrl_megatron.verify.hf_export import export_hf_folder
-from jetrl_megatron.verify.live_engine import LiveEngine
+from jetrl_megatron.verify.live_engine import LiveEngine, live_request
+from jetrl_megatron.verify.model import load_training_state, save_training_state, saved_steps
 from jetrl_megatron.verify.progress import Clock
-from jetrl_megatron.verify.ranks import operators_of, process_group
-from jetrl_megatron.verify.requests import EngineRequest
 from jetrl_megatron.verify.rollouts import ScoredSequence
-
-_MOST_SEQUENCES = {"cuda": 256, "cpu": 64}
 
 
 class Log:
@@ -60,43 +56,37 @@ class Log:
             self._bar.update()
 
 
-def engine_request(options: Options, longest: int) -> EngineRequest:
-    """How the engine is started: with the recipe's settings, or for the baselines with vLLM's own."""
-    recipe, device = options.recipes[1], "cuda" if torch.cuda.is_available() else "cpu"
-    ours = options.precision == "jetrl_fp8" or device == "cpu"
-    checkpoint = options.hf_model if recipe == BF16 else options.folder / "rollout"
-    if not checkpoint.is_dir():
-        export_hf_folder(options.hf_model, checkpoint, recipe)
-    sequences = min(options.prompts * options.group, _MOST_SEQUENCES[device])
-    more = {"additional_config": {VLLM_CONFIG_KEY: recipe.to_stamp()}, "max_num_seqs": sequences}
-    share = {
-        "cuda": ("gpu_memory_utilization", options.rollout_memory),
-        "cpu": ("max_num_batched_tokens", longest + 64),
-    }
-    return EngineRequest(
-        checkpoint=str(checkpoint),
-        recipe=recipe.to_dict(),
+def start_engine(options: Options, longest_prompt: int) -> LiveEngine:
+    """The rollout engine: with the recipe's settings, or for the baselines with vLLM's own."""
+    recipe, checkpoint = options.recipes[1], options.hf_model
+    ours = options.precision == "jetrl_fp8" or not torch.cuda.is_available()
+    if recipe != BF16:
+        checkpoint = options.folder / "rollout"
+        if not checkpoint.is_dir():
+            export_hf_folder(options.hf_model, checkpoint, recipe)
+    request = live_request(
+        checkpoint,
+        recipe=recipe,
         mode="bf16" if recipe == BF16 else "parity" if ours else "default",
-        cuda=device == "cuda",
+        sequences=options.prompts * options.group,
+        longest=longest_prompt + options.max_tokens,
         tensor_parallel=options.tp,
-        engine_args={**more, "max_model_len": longest + 1, **dict([share[device]])},
+        memory_share=options.rollout_memory,
     )
+    return LiveEngine(request, options.folder / "engine.log")
 
 
 class Run:
     """One rank's part of a run."""
 
     def __init__(self, options: Options, deadline: float) -> None:
-        from examples.grpo.policy import Policy
-
         self.options, self.deadline, self.clock = options, deadline, Clock()
         self.engine: LiveEngine | None = None
         if dist.get_rank() == 0:
             self.task = Task(options)
             prompts = [problem.prompt for problem in [*self.task.problems, *self.task.held_out]]
             # Before the model: vLLM takes its share of memory by what is free at its start.
-            request = engine_request(options, max(map(len, prompts)) + options.max_tokens)
-            self.engine = LiveEngine(request, options.folder / "engine.log")
+            self.engine = start_engine(options, max(map(len, prompts)))
         dist.barrier()
         self.policy = Policy(options, self.clock)
         self.source = self.policy.weight_source()
@@ -104,8 +94,6 @@ class Run:
 
     def main(self) -> None:
         """Runs from the last checkpoint to the end, or to the deadline."""
-        from jetrl_megatron.verify.model import load_training_state, save_training_state, saved_steps
-
         options, state = self.options, (self.policy.model, self.policy.optimizer)
         checkpoints = options.folder / "checkpoints"
         first = max(saved_steps(checkpoints), default=0)
@@ -123,11 +111,14 @@ class Run:
             if stop or (step + 1) % options.checkpoint_every == 0 or step + 1 == options.steps:
                 save_training_state(*state, checkpoints, step + 1)
             if stop:
-                return
-        self.clock.seconds = {}
-        self.sync(options.steps + 1)
-        if log:
-            log.write({"step": options.steps, **self.evaluate(), "seconds": self.clock.seconds})
+                break
+        else:
+            self.clock.seconds = {}
+            self.sync(options.steps + 1)
+            if log:
+                log.write({"step": options.steps, **self.evaluate(), "seconds": self.clock.seconds})
+        if self.engine:
+            self.engine.close()
 
     def step(self, step: int) -> dict[str, Any]:
         """One rollout and the training on it; returns the metrics, on rank 0."""
@@ -146,7 +137,7 @@ class Run:
             updates = [policy.update(samples[part :: options.updates]) for part in range(options.updates)]
         if not self.engine:
             return {}
-        row |= {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+        row |= {name: mean(update[name] for update in updates) for name in updates[0]}
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
         row |= {"tokens_per_second": row["tokens"] / clock.seconds["rollout"], "peak_memory_gib": peak}
         return {"step": step, **row, **evaluation, **compare(samples), "seconds": clock.seconds}
@@ -162,10 +153,8 @@ class Run:
             if self.engine:
                 self.engine.received()
 
-    def roll_out(self, step: int) -> tuple[list[Any], dict[str, Any]]:
+    def roll_out(self, step: int) -> tuple[list[Sample], dict[str, Any]]:
         """Answers to the step's problems with their advantages, and what there is to say about them. Rank 0."""
-        from examples.grpo.policy import Sample, advantages
-
         options, first = self.options, step * self.options.prompts
         drawn = self.task.problems[first : first + options.prompts]
         problems = [problem for problem in drawn for _ in range(options.group)]
@@ -174,10 +163,9 @@ class Run:
             Sample(torch.tensor([*a.prompt, *a.output]), len(a.prompt), advantage, torch.tensor(a.logprobs))
             for a, advantage in zip(answers, advantages(rewards, options.group), strict=True)
         ]
-        lengths, accuracy = [len(answer.output) for answer in answers], _share_of_right(rewards)
-        cut = sum(length == options.max_tokens for length in lengths) / len(lengths)
-        reward = sum(rewards) / len(rewards)
-        return samples, {"reward": reward, "accuracy": accuracy, "tokens": sum(lengths), "truncated": cut}
+        lengths = [len(answer.output) for answer in answers]
+        cut = mean(length == options.max_tokens for length in lengths)
+        return samples, {"reward": mean(rewards), "accuracy": right(rewards), "tokens": sum(lengths), "truncated": cut}
 
     def evaluate(self) -> dict[str, float]:
         """Share of held-out problems that are answered right, greedily. Rank 0 alone knows."""
@@ -185,7 +173,7 @@ class Run:
             return {}
         with self.clock("evaluate"):
             _, rewards = self.answer(self.task.held_out, 0, temperature=0.0)
-        return {"held_out_accuracy": _share_of_right(rewards)}
+        return {"held_out_accuracy": right(rewards)}
 
     def answer(self, problems: Sequence[Problem], seed: int, **more: Any) -> tuple[list[ScoredSequence], list[float]]:
         """An answer to each problem, and its reward."""
@@ -201,11 +189,12 @@ class Run:
         return box[0]
 
 
-def _share_of_right(rewards: Sequence[float]) -> float:
-    return sum(reward >= 1 for reward in rewards) / len(rewards)
+def right(rewards: Sequence[float]) -> float:
+    """Share of the answers that are right."""
+    return mean(reward >= 1 for reward in rewards)
 
 
-def compare(samples: Sequence[Any]) -> dict[str, Any]:
+def compare(samples: Sequence[Sample]) -> dict[str, Any]:
     """Mismatch of training and rollout, over all and by position, and entropy, estimated from the drawn tokens."""
     columns = zip(*((s.rollout_o, s.old_o, torch.ones(len(s.old_o))) for s in samples), strict=True)
     padded = [pad_sequence(column, batch_first=True) for column in columns]
@@ -216,18 +205,3 @@ def compare(samples: Sequence[Any]) -> dict[str, Any]:
     ]
     entropy = -float(torch.cat([sample.old_o for sample in samples]).double().mean())
     return {"entropy": entropy, "mismatch": mismatch(*padded).to_dict(), "positions": positions}
-
-
-@record
-def main() -> None:
-    """Command line: JSON with the options and the time at which to stop."""
-    job = json.loads(sys.argv[1])
-    with process_group(), operators_of("parity"):
-        run = Run(Options(**job["options"]), job["deadline"])
-        run.main()
-        if run.engine:
-            run.engine.close()
-
-
-if __name__ == "__main__":
-    main()

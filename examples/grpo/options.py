@@ -20,7 +20,6 @@ _CHOICES = {
     "precision": tuple(RECIPES),
     "operators": ("parity", "ordinary"),
     "rollout_scales": ("block", "tensor"),
-    "scorer": ("reasoning-gym", "math-verify"),
 }
 _AT_LEAST = dict.fromkeys(("tp", "steps", "prompts", "updates", "max_tokens", "checkpoint_every"), 1)
 _AT_LEAST |= dict.fromkeys(("seed", "kl", "eval_every", "eval_problems", "truncate_ratios", "time_budget"), 0)
@@ -44,7 +43,6 @@ class Options:
     task: str = _option("chain_sum", "dataset of reasoning-gym")
     task_config: str = _option("{}", "its settings, JSON")
     instruction: str = _option("Reply with the answer alone.", "what follows each question")
-    scorer: str = _option("reasoning-gym", "reward: the dataset's own scorer, or equality by math-verify")
     steps: int = _option(100, "rollouts, each followed by training on it")
     prompts: int = _option(16, "problems of a step")
     group: int = _option(8, "answers to each of them, which are compared")

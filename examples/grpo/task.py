@@ -47,10 +47,6 @@ class Task:
         """Between 0 and 1; 1 is right. What stands in <answer> tags is the answer, or else everything is."""
         text = self._tokenizer.decode(output, skip_special_tokens=True).strip()
         answer = extract_answer(text) or text
-        if self._options.scorer == "math-verify":
-            from math_verify import parse, verify
-
-            return float(verify(parse(str(problem.entry["answer"])), parse(answer)))
         return float(self._data.score_answer(answer, problem.entry))
 
     def _problem(self, entry: dict[str, Any]) -> Problem:

@@ -1,4 +1,7 @@
-"""Trains a policy with GRPO: `python -m examples.grpo.train --out runs/a [--precision ...]`, see --help."""
+"""Trains a policy with GRPO: `python -m examples.grpo.train --out runs/a [--precision ...]`, see --help.
+
+The command becomes torchrun's, which runs this module again on every rank: `... --job JOB`.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,14 @@ import sys
 import time
 
 import torch
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from examples.grpo.options import WRITTEN, Options, parse
 from examples.grpo.task import dataset
 from jetrl_megatron.demo.smollm import write_smollm
 from jetrl_megatron.demo.tiny import write_tiny
 from jetrl_megatron.verify.environment import megatron_command, megatron_environment
+from jetrl_megatron.verify.ranks import operators_of, process_group
 
 
 def prepare(options: Options) -> None:
@@ -41,8 +46,20 @@ def prepare(options: Options) -> None:
         (write_smollm if options.model == "smollm2" else write_tiny)(options.hf_model)
 
 
+@record
+def run_rank(job: str) -> None:
+    """One rank's part. Megatron is imported when the process group is there, as `process_group` wants it."""
+    with process_group(), operators_of("parity"):
+        from examples.grpo.loop import Run
+
+        fields = json.loads(job)
+        Run(Options(**fields["options"]), fields["deadline"]).main()
+
+
 def main() -> None:
-    """Command line. This process becomes torchrun's."""
+    """Command line."""
+    if sys.argv[1:2] == ["--job"]:
+        return run_rank(sys.argv[2])
     started, options = time.time(), parse()
     try:
         prepare(options)
@@ -51,7 +68,11 @@ def main() -> None:
     deadline = started + options.time_budget if options.time_budget else math.inf
     job = json.dumps({"options": dataclasses.asdict(options), "deadline": deadline})
     environment = megatron_environment(options.tp, cuda=torch.cuda.is_available())
-    os.execve(sys.executable, megatron_command("examples.grpo.loop", [job], options.tp), {**os.environ, **environment})
+    os.execve(
+        sys.executable,
+        megatron_command("examples.grpo.train", ["--job", job], options.tp),
+        {**os.environ, **environment},
+    )
 
 
 if __name__ == "__main__":

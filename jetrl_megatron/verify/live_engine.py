@@ -17,6 +17,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from jetrl_megatron.recipe import VLLM_CONFIG_KEY, Fp8BlockRecipe
 from jetrl_megatron.sync import receive_update
 from jetrl_megatron.verify.engine import engine_arguments, engine_environment, require_plugin, sequences_of
 from jetrl_megatron.verify.requests import EngineRequest
@@ -25,6 +28,54 @@ from jetrl_megatron.verify.rollouts import ScoredSequence
 # What torchrun tells a trainer is nothing for vLLM's own process groups.
 _OF_TORCHRUN = ("TORCHELASTIC", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_")
 _LOG_CHARACTERS = 3000
+
+
+_CAPTURED = (8, 32, 128, 256)
+"""Sequences at once for which CUDA graphs are captured; few, since DeepGEMM compiles for each. The last is the most."""
+
+
+def live_request(
+    checkpoint: Path,
+    *,
+    recipe: Fp8BlockRecipe,
+    mode: str,
+    sequences: int,
+    longest: int,
+    tensor_parallel: int = 1,
+    memory_share: float = 0.4,
+) -> EngineRequest:
+    """How to start an engine beside a trainer, on its GPUs or its CPU.
+
+    Args:
+        checkpoint: folder in Hugging Face format; updates replace its weights.
+        recipe: of the updates.
+        mode: as for `EngineRequest`.
+        sequences: how many are generated at once, if there is room.
+        longest: tokens of the longest one, prompt and output.
+        tensor_parallel: ranks.
+        memory_share: part of each GPU's memory that the engine takes; it has to be free when the engine starts.
+    """
+    cuda, sequences = torch.cuda.is_available(), min(sequences, _CAPTURED[-1])
+    arguments: dict[str, Any] = {
+        # Baselines are started without the recipe's arguments, and weight sync wants to know the recipe.
+        "additional_config": {VLLM_CONFIG_KEY: recipe.to_stamp()},
+        "max_model_len": longest + 1,
+        "max_num_seqs": sequences,
+    }
+    if cuda:
+        captured = [size for size in _CAPTURED if size < sequences] + [sequences]
+        arguments["compilation_config"] = {"cudagraph_capture_sizes": captured}
+        arguments["gpu_memory_utilization"] = memory_share
+    else:
+        arguments["max_num_batched_tokens"] = longest + sequences
+    return EngineRequest(
+        checkpoint=str(checkpoint),
+        recipe=recipe.to_dict(),
+        mode=mode,
+        cuda=cuda,
+        tensor_parallel=tensor_parallel,
+        engine_args=arguments,
+    )
 
 
 class EngineError(RuntimeError):

@@ -13,7 +13,7 @@ BUCKET_BYTES = 100_000
 
 
 def save_synced(models: list[Any], hf_config: Path, out: Path, source: Any = None) -> None:
-    """Saves the tensors that a source sends, by default a `MegatronSource`. Every rank checks that it has all of them."""
+    """Saves what a source sends, by default a `MegatronSource`. Every rank checks that it has all of it."""
     from jetrl_megatron.sync.manifest import Manifest, view_of
     from jetrl_megatron.sync.megatron_source import MegatronSource
 
