@@ -58,12 +58,10 @@ class Log:
 
 def start_engine(options: Options, longest_prompt: int) -> LiveEngine:
     """The rollout engine: with the recipe's settings, or for the baselines with vLLM's own."""
-    recipe, checkpoint = options.recipes[1], options.hf_model
-    ours = options.precision == "jetrl_fp8" or not torch.cuda.is_available()
-    if recipe != BF16:
-        checkpoint = options.folder / "rollout"
-        if not checkpoint.is_dir():
-            export_hf_folder(options.hf_model, checkpoint, recipe)
+    recipe, ours = options.recipes[1], options.precision == "jetrl_fp8" or not torch.cuda.is_available()
+    checkpoint = options.hf_model if recipe == BF16 else options.folder / "rollout"
+    if not checkpoint.is_dir():
+        export_hf_folder(options.hf_model, checkpoint, recipe)
     request = live_request(
         checkpoint,
         recipe=recipe,
@@ -84,9 +82,8 @@ class Run:
         self.engine: LiveEngine | None = None
         if dist.get_rank() == 0:
             self.task = Task(options)
-            prompts = [problem.prompt for problem in [*self.task.problems, *self.task.held_out]]
             # Before the model: vLLM takes its share of memory by what is free at its start.
-            self.engine = start_engine(options, max(map(len, prompts)))
+            self.engine = start_engine(options, self.task.longest_prompt)
         dist.barrier()
         self.policy = Policy(options, self.clock)
         self.source = self.policy.weight_source()
@@ -99,8 +96,7 @@ class Run:
         first = max(saved_steps(checkpoints), default=0)
         if first:
             load_training_state(*state, saved_steps(checkpoints)[first])
-        log = Log(options, first) if self.engine else None
-        started = time.time()
+        log, started = Log(options, first) if self.engine else None, time.time()
         for step in range(first, options.steps):
             row = self.step(step)
             if log:
@@ -163,9 +159,9 @@ class Run:
             Sample(torch.tensor([*a.prompt, *a.output]), len(a.prompt), advantage, torch.tensor(a.logprobs))
             for a, advantage in zip(answers, advantages(rewards, options.group), strict=True)
         ]
-        lengths = [len(answer.output) for answer in answers]
+        lengths, accuracy = [len(answer.output) for answer in answers], mean(reward >= 1 for reward in rewards)
         cut = mean(length == options.max_tokens for length in lengths)
-        return samples, {"reward": mean(rewards), "accuracy": right(rewards), "tokens": sum(lengths), "truncated": cut}
+        return samples, {"reward": mean(rewards), "accuracy": accuracy, "tokens": sum(lengths), "truncated": cut}
 
     def evaluate(self) -> dict[str, float]:
         """Share of held-out problems that are answered right, greedily. Rank 0 alone knows."""
@@ -173,7 +169,7 @@ class Run:
             return {}
         with self.clock("evaluate"):
             _, rewards = self.answer(self.task.held_out, 0, temperature=0.0)
-        return {"held_out_accuracy": right(rewards)}
+        return {"held_out_accuracy": mean(reward >= 1 for reward in rewards)}
 
     def answer(self, problems: Sequence[Problem], seed: int, **more: Any) -> tuple[list[ScoredSequence], list[float]]:
         """An answer to each problem, and its reward."""
@@ -189,19 +185,13 @@ class Run:
         return box[0]
 
 
-def right(rewards: Sequence[float]) -> float:
-    """Share of the answers that are right."""
-    return mean(reward >= 1 for reward in rewards)
-
-
 def compare(samples: Sequence[Sample]) -> dict[str, Any]:
     """Mismatch of training and rollout, over all and by position, and entropy, estimated from the drawn tokens."""
     columns = zip(*((s.rollout_o, s.old_o, torch.ones(len(s.old_o))) for s in samples), strict=True)
     padded = [pad_sequence(column, batch_first=True) for column in columns]
-    names = ("tokens", "mean_abs_dlogp", "gen_kl_error")
     positions = [
-        {"first": first, **{name: getattr(found, name) for name in names}}
-        for first, found in mismatch_by_position(*padded)
+        {"first": first, "tokens": m.tokens, "mean_abs_dlogp": m.mean_abs_dlogp, "gen_kl_error": m.gen_kl_error}
+        for first, m in mismatch_by_position(*padded)
     ]
     entropy = -float(torch.cat([sample.old_o for sample in samples]).double().mean())
     return {"entropy": entropy, "mismatch": mismatch(*padded).to_dict(), "positions": positions}

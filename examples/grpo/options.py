@@ -24,7 +24,7 @@ _CHOICES = {
 _AT_LEAST = dict.fromkeys(("tp", "steps", "prompts", "updates", "max_tokens", "checkpoint_every"), 1)
 _AT_LEAST |= dict.fromkeys(("seed", "kl", "eval_every", "eval_problems", "truncate_ratios", "time_budget"), 0)
 _AT_LEAST |= {"tokens_per_forward": 1, "group": 2}
-_MAY_CHANGE = ("out", "steps", "checkpoint_every", "time_budget", "tensorboard", "rollout_memory")
+_MAY_CHANGE = ("out", "steps", "checkpoint_every", "time_budget", "tensorboard")
 
 
 def _option(default: Any, help: str) -> Any:
@@ -36,7 +36,7 @@ class Options:
     """A run. Raises ValueError where a field is out of range, or contradicts another one."""
 
     out: str = _option("", "folder of the run; one that holds a run is resumed")
-    precision: str = _option("jetrl_fp8", "of training and rollout")
+    precision: str = _option("jetrl_fp8", f"of training and rollout: {', '.join(RECIPES)}")
     model: str = _option("smollm2", "BF16 Hugging Face folder, smollm2 (135M, Instruct) or tiny (random, for a CPU)")
     tp: int = _option(1, "tensor-parallel size of both sides, a GPU each")
     seed: int = _option(0, "of problems and sampling")
@@ -56,9 +56,13 @@ class Options:
     eval_problems: int = _option(64, "how many of those")
     checkpoint_every: int = _option(10, "steps between checkpoints")
     tokens_per_forward: int = _option(16384, "tokens packed into one forward; a longer sequence has one of its own")
-    operators: str = _option("parity", "around the linears in training: the rollout's bytes, or Megatron's own")
+    operators: str = _option(
+        "parity", "around the linears in training: parity, the rollout's, or ordinary, Megatron's own"
+    )
     ablate: str = _option("", f"comma-separated, of {', '.join(_ABLATIONS)}: in BF16 instead of FP8")
-    rollout_scales: str = _option("block", "of the rollout's weights; tensor: coarser than training's")
+    rollout_scales: str = _option(
+        "block", "of the rollout's weights: block, or tensor, which is coarser than training's"
+    )
     truncate_ratios: float = _option(0.0, "correct for the rollout's policy with ratios up to this; 0: do not")
     rollout_memory: float = _option(0.4, "share of each GPU that the engine takes")
     time_budget: float = _option(0.0, "seconds after which the run saves and stops, to be resumed; 0: none")
@@ -121,8 +125,7 @@ def parse(arguments: list[str] | None = None) -> Options:
     """Options from a command line; errors end the process with a usage line."""
     parser = argparse.ArgumentParser(prog="python -m examples.grpo.train", description="GRPO with Megatron and vLLM.")
     for field in dataclasses.fields(Options):
-        kind: dict[str, Any] = {"type": type(field.default), "choices": _CHOICES.get(field.name)}
-        kind = {"action": "store_true"} if field.default is False else kind
+        kind: Any = {"action": "store_true"} if field.default is False else {"type": type(field.default)}
         help = f"{field.metadata['help']} (default: %(default)s)"
         parser.add_argument(f"--{field.name.replace('_', '-')}", default=field.default, help=help, **kind)
     try:

@@ -13,7 +13,6 @@ from transformers import AutoTokenizer
 from examples.grpo.options import Options
 
 _HELD_OUT_SEED = 1 << 30
-_SEED_STRIDE = 1 << 20
 _SPARE = 8
 
 
@@ -35,13 +34,14 @@ class Task:
         questions = {problem.entry["question"] for problem in self.held_out}
         wanted = options.steps * options.prompts
         # Seeds lie far apart, since an entry is drawn with seed + index.
-        fresh = dataset(options, options.seed * _SEED_STRIDE, _SPARE * wanted)
+        fresh = dataset(options, options.seed << 20, _SPARE * wanted)
         self.problems: list[Problem] = []
         for index in range(_SPARE * wanted):
             if len(self.problems) < wanted and fresh[index]["question"] not in questions:
                 self.problems.append(self._problem(fresh[index]))
         if len(self.problems) < wanted:
             raise ValueError(f"task={options.task!r}: too few problems beside the held-out ones, use a larger one")
+        self.longest_prompt = max(len(problem.prompt) for problem in [*self.problems, *self.held_out])
 
     def score(self, output: Sequence[int], problem: Problem) -> float:
         """Between 0 and 1; 1 is right. What stands in <answer> tags is the answer, or else everything is."""

@@ -45,6 +45,7 @@ class RequantizedSource:
         self._model = model
         self._mapping = HfMapping(open_hf_model(hf_config))
         self._whole_matrices = whole_matrices
+        self._fresh = False
         self._source = TensorSource(self._quantized(), recipe)
         self.tensors = self._source.tensors
         self.device = self._source.device

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,8 +25,8 @@ from jetrl_megatron.verify.engine import engine_arguments, engine_environment, r
 from jetrl_megatron.verify.requests import EngineRequest
 from jetrl_megatron.verify.rollouts import ScoredSequence
 
-# What torchrun tells a trainer is nothing for vLLM's own process groups.
-_OF_TORCHRUN = ("TORCHELASTIC", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_")
+# What torchrun tells a trainer is nothing for vLLM's own process groups, and what Megatron wants of CUDA slows it down.
+_OF_TRAINER = ("TORCHELASTIC", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "CUDA_DEVICE_MAX_CONN")
 _LOG_CHARACTERS = 3000
 
 
@@ -96,7 +96,7 @@ class LiveEngine:
     def __init__(self, request: EngineRequest, log: Path) -> None:
         self._log = log
         self._connection, theirs = Pipe()
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_TORCHRUN)}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_TRAINER)}
         command = [sys.executable, "-m", "jetrl_megatron.verify.live_engine", str(theirs.fileno())]
         with log.open("a") as output:
             self._process = subprocess.Popen(
@@ -189,7 +189,7 @@ def main() -> None:
     from vllm import LLM
 
     llm = LLM(**engine_arguments(request))
-    commands = {
+    commands: dict[str, Callable[..., Any]] = {
         "generate": lambda *arguments: _generate(llm, *arguments),
         "receive": lambda endpoints: receive_update(llm, endpoints),
     }

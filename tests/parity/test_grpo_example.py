@@ -38,7 +38,7 @@ OPTIONS = {
     "--learning-rate": "1e-3",
     "--kl": "0.01",
 }
-SECONDS = 240
+SECONDS = 280
 
 
 def start(out: Path, log: Path, *more: str) -> subprocess.Popen[bytes]:
