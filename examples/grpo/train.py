@@ -1,7 +1,4 @@
-"""Trains a policy with GRPO: `python -m examples.grpo.train --out runs/a [--precision ...]`, see --help.
-
-The command becomes torchrun's, which runs this module again on every rank: `... --job JOB`.
-"""
+"""Trains a policy with GRPO: `python -m examples.grpo.train --out runs/a`; torchrun runs it again on every rank."""
 
 from __future__ import annotations
 
@@ -38,9 +35,8 @@ def prepare(options: Options) -> None:
         options.require_resumable(json.loads(known.read_text()))
     elif options.folder.exists() and (not options.folder.is_dir() or any(options.folder.iterdir())):
         raise ValueError(f"out={options.out!r}: holds something that is no run, name another folder")
-    else:
-        options.folder.mkdir(parents=True, exist_ok=True)
-        known.write_text(json.dumps(dataclasses.asdict(options), indent=1))
+    options.folder.mkdir(parents=True, exist_ok=True)
+    known.write_text(json.dumps(dataclasses.asdict(options), indent=1))
     if options.model in WRITTEN:
         # Always the same bytes, so that one which was cut short by a kill is made good.
         (write_smollm if options.model == "smollm2" else write_tiny)(options.hf_model)

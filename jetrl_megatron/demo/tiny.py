@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from jetrl_megatron.recipe import JETRL_FP8
 
 _SPECIAL = ("<unk>", "<end>", "<user>", "<assistant>")
-_CHARACTERS = string.ascii_lowercase + " "
+_CHARACTERS = string.ascii_lowercase + " ."
 _CHAT = "{% for m in messages %}<user>{{ m.content | lower }}{% endfor %}<assistant>"
 _POSITIONS = 256
 _SPREAD = 0.05
@@ -21,8 +21,8 @@ _SPREAD = 0.05
 def write_tiny(out_dir: str | Path, seed: int = 0) -> Path:
     """Writes the model folder: config, BF16 weights, tokenizer with chat template.
 
-    Two layers whose linears are whole tiles for one and two tensor-parallel ranks. Its vocabulary is lower-case letters
-    and blanks, so that what it says at random is sometimes right.
+    Two layers whose linears are whole tiles for one and two tensor-parallel ranks. Its vocabulary is 32 characters,
+    lower-case letters above all, so that what it says at random is sometimes right.
 
     Args:
         out_dir: the folder; made if it is missing, files of the same names are replaced.

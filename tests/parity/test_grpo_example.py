@@ -25,11 +25,11 @@ STEPS = 3
 OPTIONS = {
     "--model": "tiny",
     "--task": "spell_backward",
-    "--task-config": '{"min_word_len": 3, "max_word_len": 4}',
+    "--task-config": '{"min_word_len": 8, "max_word_len": 10}',
     "--instruction": "",
     "--steps": str(STEPS),
     "--prompts": "2",
-    "--group": "4",
+    "--group": "6",
     "--max-tokens": "8",
     "--eval-every": "2",
     "--eval-problems": "4",
@@ -76,9 +76,12 @@ def test_run_has_no_mismatch_in_any_step_exact(run: list[dict[str, Any]]) -> Non
 
 def test_run_learns_from_rewards_and_reports_it(run: list[dict[str, Any]]) -> None:
     steps, last = run[:-1], run[-1]
-    assert any(row["reward"] > 0 for row in steps) and all(row["grad_norm"] > 0 for row in steps[1:])
-    # The first policy is the reference; every update then moves away from it.
-    assert steps[0]["kl"] == 0 and all(row["kl"] > 0 for row in steps[1:])
+    # The first policy is the reference. Rewards alone move away from it.
+    moved = False
+    for row in steps:
+        assert (row["kl"] > 0) == moved
+        moved |= row["grad_norm"] > 0 and row["reward"] > 0
+    assert moved
     assert all(row["clipped"] == 0 and 0 < row["entropy"] < 4 for row in steps)
     assert ["held_out_accuracy" in row for row in run] == [True, False, True, True]
     phases = {
