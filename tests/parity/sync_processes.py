@@ -31,9 +31,12 @@ TOKENS = 6
 def start_engine(folder: str, ranks: int) -> Any:
     from vllm import LLM
 
+    experts = json.loads((Path(folder) / "config.json").read_text()).get("num_experts")
+
     return LLM(
         folder,
         tensor_parallel_size=ranks,
+        enable_expert_parallel=bool(experts) and ranks > 1,
         worker_extension_cls="tests.parity.sync_processes.TestedWorker",
         dtype="bfloat16",
         enforce_eager=True,
