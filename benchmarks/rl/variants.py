@@ -14,7 +14,7 @@ _BASELINE = ("--precision", "bf16_train_fp8_rollout")
 VARIANTS: dict[str, tuple[str, ...]] = {
     **{precision: ("--precision", precision) for precision in PRECISIONS},
     "jetrl_fp8_ordinary_operators": (*_JETRL, "--operators", "ordinary"),
-    "jetrl_fp8_coarse_rollout": (*_JETRL, "--rollout-scales", "tensor"),
+    "jetrl_fp8_other_scales": (*_JETRL, "--rollout-scales", "fp32"),
     "jetrl_fp8_wgrad_bf16": (*_JETRL, "--ablate", "wgrad"),
     "jetrl_fp8_dgrad_bf16": (*_JETRL, "--ablate", "dgrad"),
     "jetrl_fp8_saved_bf16": (*_JETRL, "--ablate", "saved_activation"),

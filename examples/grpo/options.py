@@ -19,7 +19,7 @@ _ABLATIONS = ("dgrad", "wgrad", "saved_activation")
 _CHOICES = {
     "precision": tuple(RECIPES),
     "operators": ("parity", "ordinary"),
-    "rollout_scales": ("block", "tensor"),
+    "rollout_scales": ("ue8m0", "fp32"),
 }
 _AT_LEAST = dict.fromkeys(("tp", "steps", "prompts", "updates", "max_tokens", "checkpoint_every"), 1)
 _AT_LEAST |= dict.fromkeys(("seed", "kl", "eval_every", "eval_problems", "truncate_ratios", "time_budget"), 0)
@@ -60,9 +60,7 @@ class Options:
         "parity", "around the linears in training: parity, the rollout's, or ordinary, Megatron's own"
     )
     ablate: str = _option("", f"comma-separated, of {', '.join(_ABLATIONS)}: in BF16 instead of FP8")
-    rollout_scales: str = _option(
-        "block", "of the rollout's weights: block, or tensor, which is coarser than training's"
-    )
+    rollout_scales: str = _option("ue8m0", "of the rollout: ue8m0, as in training, or fp32, no powers of two")
     truncate_ratios: float = _option(0.0, "correct for the rollout's policy with ratios up to this; 0: do not")
     rollout_memory: float = _option(0.4, "share of each GPU that the engine takes")
     time_budget: float = _option(0.0, "seconds after which the run saves and stops, to be resumed; 0: none")
@@ -81,7 +79,7 @@ class Options:
         self._require(self.model not in WRITTEN or self.tp <= 2, "tp", f"{self.model} is padded for 1 and 2")
         self._require(not set(self._ablated) - set(_ABLATIONS), "ablate", f"use {', '.join(_ABLATIONS)}")
         self._require(fp8 or not self.ablate, "ablate", "training is BF16 already, use precision jetrl_fp8")
-        self._require(fp8 or self.rollout_scales == "block", "rollout_scales", "use precision jetrl_fp8 with it")
+        self._require(fp8 or self.rollout_scales == "ue8m0", "rollout_scales", "use precision jetrl_fp8 with it")
         try:
             config = json.loads(self.task_config)
         except json.JSONDecodeError:
@@ -102,7 +100,7 @@ class Options:
         if self.precision != "jetrl_fp8":
             return RECIPES[self.precision]
         recipe = dataclasses.replace(JETRL_FP8, **dict.fromkeys(self._ablated, "bf16"))
-        return recipe, recipe
+        return recipe, dataclasses.replace(recipe, scale_format=self.rollout_scales)
 
     @property
     def folder(self) -> Path:

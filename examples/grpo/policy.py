@@ -119,8 +119,7 @@ class Policy:
 
     def weight_source(self) -> MegatronSource | RequantizedSource:
         """What weight sync sends: the bytes that training computes with, unless the rollout is to have others."""
-        options, model = self._options, self.model
-        (training, rollout), coarse = options.recipes, options.rollout_scales == "tensor"
-        if training == rollout and not coarse:
-            return MegatronSource(model, hf_config=options.hf_model)
-        return RequantizedSource(model, hf_config=options.hf_model, recipe=rollout, whole_matrices=coarse)
+        (training, rollout), hf_config = self._options.recipes, self._options.hf_model
+        if training == rollout:
+            return MegatronSource(self.model, hf_config=hf_config)
+        return RequantizedSource(self.model, hf_config=hf_config, recipe=rollout)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from jetrl_megatron.convert.fp8_weights import iter_fp8_weights, scale_name
+from jetrl_megatron.convert.fp8_weights import iter_fp8_weights
 from jetrl_megatron.convert.hf_model import open_hf_model
 from jetrl_megatron.convert.mapping import HfMapping
 from jetrl_megatron.integrations.megatron_bridge import export_hf_weights
@@ -21,14 +21,13 @@ from jetrl_megatron.sync.source import TensorSource
 class RequantizedSource:
     """A live Megatron model whose BF16 weights are gathered and quantised for each update. Every rank makes one.
 
-    It stands where `MegatronSource` would: for a model that trains in BF16 while the rollout runs in FP8, and for one
-    whose rollout is coarser than training. With it, training and rollout differ; that is what it is there to show.
+    It stands where `MegatronSource` would: for a model that trains in BF16 while the rollout runs in FP8, or by another
+    recipe than the rollout. With it, training and rollout differ; that is what it is there to show.
 
     Args:
         model: what `build_model` returned.
         hf_config: the Hugging Face model that is trained: its folder, config.json or configuration object.
         recipe: of the rollout.
-        whole_matrices: give all tiles of a matrix the largest of their scales.
     """
 
     distributed = True
@@ -39,12 +38,10 @@ class RequantizedSource:
         *,
         hf_config: PretrainedConfig | str | os.PathLike[str],
         recipe: Fp8BlockRecipe = JETRL_FP8,
-        whole_matrices: bool = False,
     ) -> None:
         self.recipe = recipe
         self._model = model
         self._mapping = HfMapping(open_hf_model(hf_config))
-        self._whole_matrices = whole_matrices
         self._fresh = False
         self._source = TensorSource(self._quantized(), recipe)
         self.tensors = self._source.tensors
@@ -69,13 +66,5 @@ class RequantizedSource:
 
     def _quantized(self) -> Mapping[str, torch.Tensor]:
         exported = (self._mapping.from_hf(*item) for item in export_hf_weights(self._model))
-        matrices = list(self._mapping.without_tied_head(exported))
-        tensors = dict(iter_fp8_weights(matrices, self.recipe, self._mapping.num_layers))
-        for _, name, weight in matrices if self._whole_matrices else ():
-            scale = tensors.get(scale_name(name))
-            if scale is None:
-                continue
-            largest = scale.max()
-            tensors[name] = (weight.float() / largest).to(tensors[name].dtype)
-            tensors[scale_name(name)] = torch.full_like(scale, float(largest))
-        return tensors
+        matrices = self._mapping.without_tied_head(exported)
+        return dict(iter_fp8_weights(matrices, self.recipe, self._mapping.num_layers))

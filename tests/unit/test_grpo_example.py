@@ -29,7 +29,7 @@ WRONG = {
     "tp=4: smollm2 is padded for 1 and 2": {"tp": 4},
     "ablate='fprop': use dgrad, wgrad, saved_activation": {"ablate": "fprop"},
     "ablate='wgrad': training is BF16 already, use precision jetrl_fp8": {"precision": "bf16", "ablate": "wgrad"},
-    "rollout_scales='tensor': use precision jetrl_fp8 with it": {"precision": "bf16", "rollout_scales": "tensor"},
+    "rollout_scales='fp32': use precision jetrl_fp8 with it": {"precision": "bf16", "rollout_scales": "fp32"},
     "task_config='[1]': use a JSON object": {"task_config": "[1]"},
     "task_config='{': use a JSON object": {"task_config": "{"},
 }
@@ -60,6 +60,8 @@ def test_recipes_follow_precision_and_ablations() -> None:
     assert Options(out="x", precision="bf16_train_fp8_rollout").recipes == (BF16, JETRL_FP8)
     ablated = dataclasses.replace(JETRL_FP8, dgrad="bf16", saved_activation="bf16")
     assert Options(out="x", ablate="dgrad,saved_activation").recipes == (ablated, ablated)
+    other = dataclasses.replace(JETRL_FP8, scale_format="fp32")
+    assert Options(out="x", rollout_scales="fp32").recipes == (JETRL_FP8, other)
 
 
 @pytest.mark.parametrize(
