@@ -11,7 +11,7 @@ from jetrl_megatron.precision_flow.graph import (
     differences,
     merge,
 )
-from jetrl_megatron.precision_flow.mismatch import Mismatch, abs_dlogp_by_position, mismatch
+from jetrl_megatron.precision_flow.mismatch import Mismatch, abs_dlogp_by_position, mismatch, mismatch_by_position
 from jetrl_megatron.precision_flow.report import CheckReport, check
 from jetrl_megatron.precision_flow.rollout import rollout_graph
 
@@ -31,6 +31,7 @@ __all__ = [
     "differences",
     "merge",
     "mismatch",
+    "mismatch_by_position",
     "rollout_graph",
     "weight_digests",
 ]

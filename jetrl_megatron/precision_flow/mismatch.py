@@ -120,6 +120,30 @@ def abs_dlogp_by_position(
     return d_BT.abs().sum(0) / count_T.clamp_min(1), count_T
 
 
+def mismatch_by_position(
+    rollout_logprobs: torch.Tensor, train_logprobs: torch.Tensor, mask: torch.Tensor, *, ranges: int = 64
+) -> list[tuple[int, Mismatch]]:
+    """`mismatch` of neighbouring token positions.
+
+    Args:
+        rollout_logprobs, train_logprobs, mask: as for `mismatch`, [B, T].
+        ranges: into how many ranges of equal length the positions are cut at most; the last may be shorter.
+
+    Returns:
+        the first position of each range, and the mismatch of its tokens.
+
+    Raises:
+        ValueError: as for `mismatch`.
+    """
+    positions = mask.shape[1]
+    width = max(1, -(-positions // ranges))
+    return [
+        (first, mismatch(rollout_logprobs[:, part], train_logprobs[:, part], mask[:, part]))
+        for first in range(0, positions, width)
+        for part in [slice(first, first + width)]
+    ]
+
+
 def _checked(
     rollout_logprobs: torch.Tensor, train_logprobs: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

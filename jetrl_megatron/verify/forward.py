@@ -107,6 +107,11 @@ def _packing(lengths: Sequence[int], where: torch.device) -> PackedSeqParams:
 
 @torch.no_grad()
 def score_pack(module: Any, members: Sequence[tuple[torch.Tensor, int]], vocabulary: int) -> torch.Tensor:
+    """`pack_log_probs` without a gradient."""
+    return pack_log_probs(module, members, vocabulary)
+
+
+def pack_log_probs(module: Any, members: Sequence[tuple[torch.Tensor, int]], vocabulary: int) -> torch.Tensor:
     """Log-probs of the output tokens of some sequences, in one forward of a GPTModel.
 
     Args:
@@ -114,7 +119,7 @@ def score_pack(module: Any, members: Sequence[tuple[torch.Tensor, int]], vocabul
         vocabulary: as for `score`.
 
     Returns:
-        float32, one for each output token, on the model's device.
+        float32, one for each output token, on the model's device; differentiable.
     """
     arguments = forward_arguments(module, [ids_S for ids_S, _ in members])
     ids_T = arguments["input_ids"][0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from jetrl_megatron.convert.live import unwrapped
 from jetrl_megatron.convert.recipe_file import save_recipe
 from jetrl_megatron.recipe import Fp8BlockRecipe
+
+_RANK_FILE = "rank{}.pt"
 
 
 def initialize_groups(tensor_parallel: int, pipeline_parallel: int, seed: int = 0) -> None:
@@ -63,6 +66,35 @@ def save_checkpoint(model: Sequence[Any], path: Path, recipe: Fp8BlockRecipe) ->
 def load_checkpoint(model: Sequence[Any], path: Path) -> None:
     """Loads weights that any parallel layout saved."""
     gpt_model(model).load_state_dict(dist_checkpointing.load(_sharded_state(model), str(path)))
+
+
+def save_training_state(model: Sequence[Any], optimizer: Any, folder: Path, step: int) -> None:
+    """Saves model and optimizer to FOLDER/step-STEP, and removes what was saved there before. A collective.
+
+    For the same parallel layout, to the bit. What is under way when ranks are killed does not count.
+    """
+    before, partial = saved_steps(folder), folder / "partial"
+    partial.mkdir(parents=True, exist_ok=True)
+    state = {"model": gpt_model(model).state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, partial / _RANK_FILE.format(dist.get_rank()))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        partial.rename(folder / f"step-{step:06d}")
+        for old in before.values():
+            shutil.rmtree(old)
+    dist.barrier()
+
+
+def load_training_state(model: Sequence[Any], optimizer: Any, path: Path) -> None:
+    """Loads what `save_training_state` saved."""
+    state = torch.load(path / _RANK_FILE.format(dist.get_rank()), map_location="cpu", weights_only=False)
+    gpt_model(model).load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def saved_steps(folder: Path) -> dict[int, Path]:
+    """The complete training states in a folder, by step."""
+    return {int(path.name.removeprefix("step-")): path for path in sorted(folder.glob("step-*"))}
 
 
 def _sharded_state(model: Sequence[Any]) -> dict[str, Any]:

@@ -12,12 +12,12 @@ BUCKET_BYTES = 100_000
 """Smaller than many tensors, so that they are cut."""
 
 
-def save_synced(models: list[Any], hf_config: Path, out: Path) -> None:
-    """Saves the tensors that `MegatronSource` sends. Every rank checks that it has all of them."""
+def save_synced(models: list[Any], hf_config: Path, out: Path, source: Any = None) -> None:
+    """Saves what a source sends, by default a `MegatronSource`. Every rank checks that it has all of it."""
     from jetrl_megatron.sync.manifest import Manifest, view_of
     from jetrl_megatron.sync.megatron_source import MegatronSource
 
-    source = MegatronSource(models, hf_config=hf_config)
+    source = source or MegatronSource(models, hf_config=hf_config)
     manifest = Manifest(source.tensors, source.recipe, BUCKET_BYTES)
     assert manifest.problems() == [] and source.refresh() == []
     pieces: dict[str, list[torch.Tensor]] = {}

@@ -73,6 +73,12 @@ def _qwen2(label: str, **layout: Any) -> Callable[[], None]:
         save_synced(models, hf, _root() / f"synced/qwen2_{label}.safetensors")
         if label == "pp2":
             export_vllm_checkpoint(models, live / "qwen2_exponents", hf_config=hf, scale_dtype="float8_e8m0fnu")
+        if label == "tp2":
+            from jetrl_megatron.integrations.requantized import RequantizedSource
+
+            for name, recipe in (("fp8", JETRL_FP8), ("bf16", Fp8BlockRecipe(ignore=("*",)))):
+                source = RequantizedSource(models, hf_config=hf, recipe=recipe)
+                save_synced(models, hf, _root() / f"requantized/{name}.safetensors", source)
 
     return body
 
@@ -245,6 +251,11 @@ def test_weight_sync_sends_the_same_from_every_layout_exact(ranks: dict[str, Any
 def test_weight_sync_sends_the_last_step_of_every_rank_exact(ranks: dict[str, Any]) -> None:
     exported = load_file(ranks["root"] / "live/after_a_step/model.safetensors")
     _assert_same(load_file(ranks["root"] / "synced/after_a_step.safetensors"), exported)
+
+
+def test_requantized_weights_are_those_of_an_export_exact(ranks: dict[str, Any]) -> None:
+    _assert_same(load_file(ranks["root"] / "requantized/fp8.safetensors"), ranks["expected"]["qwen2"])
+    _assert_same(load_file(ranks["root"] / "requantized/bf16.safetensors"), ranks["weights"]["qwen2"])
 
 
 @pytest.mark.parametrize(("model", "layouts"), [("qwen2", QWEN2_LAYOUTS), ("qwen3", QWEN3_LAYOUTS)])

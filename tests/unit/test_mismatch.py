@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from jetrl_megatron.precision_flow import abs_dlogp_by_position, mismatch
+from jetrl_megatron.precision_flow import abs_dlogp_by_position, mismatch, mismatch_by_position
 
 INF, NAN = math.inf, math.nan
 
@@ -111,3 +111,19 @@ def test_abs_dlogp_by_position_values_exact() -> None:
     mean, count = abs_dlogp_by_position(rollout, train, torch.tensor([[1, 1, 0], [1, 0, 0]]))
     assert mean.tolist() == [0.75, 0.25, 0.0]
     assert count.tolist() == [2, 1, 0]
+
+
+@pytest.mark.parametrize(("ranges", "firsts"), [(1, [0]), (2, [0, 3]), (4, [0, 2, 4]), (64, [0, 1, 2, 3, 4])])
+def test_mismatch_by_position_is_the_mismatch_of_each_range_exact(ranges: int, firsts: list[int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rollout, train = -torch.rand(2, 3, 5, generator=generator)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 1, 1, 1, 0]])
+    found = mismatch_by_position(rollout, train, mask, ranges=ranges)
+    assert [first for first, _ in found] == firsts
+    for (first, part), end in zip(found, [*firsts[1:], 5], strict=True):
+        assert part == mismatch(rollout[:, first:end], train[:, first:end], mask[:, first:end])
+    assert sum(part.tokens for _, part in found) == 11
+
+
+def test_mismatch_by_position_of_no_tokens_is_empty() -> None:
+    assert mismatch_by_position(torch.zeros(2, 0), torch.zeros(2, 0), torch.zeros(2, 0)) == []

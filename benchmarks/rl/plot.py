@@ -1,0 +1,227 @@
+"""Tables and pictures of a study: `python -m benchmarks.rl.plot STUDY [--out FOLDER] [--last 10]`.
+
+FOLDER gets study.json (every number of the tables), study.md (the tables), curves.png (mean and standard deviation over
+seeds by step), positions.png (mismatch by token position) and phases.png (where a step's time goes).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.rl.variants import RunFolder, found_in
+
+Row = dict[str, Any]
+Curve = dict[int, list[float]]
+"""Values of all seeds by step or position."""
+_CURVES: dict[str, Callable[[Row], float | None]] = {
+    "reward": lambda row: row.get("reward"),
+    "held-out accuracy": lambda row: row.get("held_out_accuracy"),
+    "entropy, nats": lambda row: row.get("entropy"),
+    "gradient norm": lambda row: row.get("grad_norm"),
+    "KL to the first policy": lambda row: row.get("kl"),
+    "token_mult_prob_error": lambda row: row["mismatch"]["token_mult_prob_error"] if "mismatch" in row else None,
+}
+PHASES = (
+    *("rollout", "sync_quantize", "sync_send_and_load", "log_prob", "reference"),
+    *("forward", "backward", "optimizer", "evaluate"),
+)
+
+
+def main() -> None:
+    """Draws and writes."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rl.plot", description="Tables and pictures of a study.")
+    parser.add_argument("study", type=Path, help="folder that benchmarks.rl.run filled")
+    parser.add_argument("--out", type=Path, help="folder of the results (default: that of the study)")
+    parser.add_argument("--last", type=int, default=10, help="steps that count as a run's end (default: %(default)s)")
+    options = parser.parse_args()
+    runs = {variant: [run for run in found if run.rows()] for variant, found in found_in(options.study).items()}
+    runs = {variant: found for variant, found in runs.items() if found}
+    if not runs:
+        parser.error(f"{options.study}: no runs there, name the folder that was --out of benchmarks.rl.run")
+    if options.last < 1:
+        parser.error(f"--last {options.last}: use 1 or more")
+    out = options.out or options.study
+    out.mkdir(parents=True, exist_ok=True)
+    summary = {variant: summarize(found, options.last) for variant, found in runs.items()}
+    (out / "study.json").write_text(json.dumps({"last": options.last, "variants": summary}, indent=1) + "\n")
+    (out / "study.md").write_text(tables(summary, options.last))
+    draw_curves(runs, out / "curves.png")
+    draw_positions(runs, out / "positions.png")
+    draw_phases(summary, out / "phases.png")
+    for name in ("study.json", "study.md", "curves.png", "positions.png", "phases.png"):
+        print(out / name)
+
+
+def summarize(runs: Sequence[RunFolder], last: int) -> dict[str, Any]:
+    """Numbers of a variant: means over its seeds, and standard deviations where there are two or more."""
+    steps = [[row for row in run.rows() if "reward" in row] for run in runs]
+    everything = [row for rows in steps for row in rows]
+    errors = [row["mismatch"] for row in everything]
+    accuracy = [[row["held_out_accuracy"] for row in run.rows() if "held_out_accuracy" in row] for run in runs]
+    # The first step of a sitting compiles and captures; the median does not mind.
+    seconds = {name: _median(row["seconds"].get(name, 0.0) for row in everything) for name in (*PHASES, "step")}
+    return {
+        "options": runs[0].options(),
+        "seeds": [run.seed for run in runs],
+        "steps": [len(rows) for rows in steps],
+        "reward at the start": _spread([rows[0]["reward"] for rows in steps if rows]),
+        "reward at the end": _spread([_mean(row["reward"] for row in rows[-last:]) for rows in steps if rows]),
+        "held-out accuracy at the start": _spread([values[0] for values in accuracy if values]),
+        "held-out accuracy at the end": _spread([values[-1] for values in accuracy if values]),
+        "tokens": sum(found["tokens"] for found in errors),
+        "tokens_differing": sum(found["tokens_differing"] for found in errors),
+        "steps_exactly_equal": sum(
+            found["token_mult_prob_error"] == 1.0 and found["gen_kl_error"] == 0.0 for found in errors
+        ),
+        "token_mult_prob_error": _spread([found["token_mult_prob_error"] for found in errors]),
+        "largest token_mult_prob_error": max((found["token_mult_prob_error"] for found in errors), default=None),
+        "gen_kl_error": _spread([found["gen_kl_error"] for found in errors]),
+        "median seconds": seconds,
+        "median tokens_per_second": _median(row["tokens_per_second"] for row in everything),
+        "peak_memory_gib": max((row["peak_memory_gib"] for row in everything), default=None),
+    }
+
+
+def tables(summary: dict[str, dict[str, Any]], last: int) -> str:
+    """The summary in Markdown."""
+    parts = [_table(summary, f"Learning (the end is the mean of the last {last} steps)", _learning)]
+    parts.append(_table(summary, "Mismatch of training and rollout, over all steps", _mismatch))
+    parts.append(_table(summary, "Seconds of a step, median", _seconds))
+    return "\n".join(parts)
+
+
+def _learning(found: dict[str, Any]) -> dict[str, str]:
+    names = ("reward at the start", "reward at the end", "held-out accuracy at the start")
+    shown = {name: _shown(found[name]) for name in (*names, "held-out accuracy at the end")}
+    return {"seeds": str(len(found["seeds"])), "steps": _range(found["steps"]), **shown}
+
+
+def _mismatch(found: dict[str, Any]) -> dict[str, str]:
+    largest = found["largest token_mult_prob_error"]
+    return {
+        "tokens that differ": f"{found['tokens_differing']:,} of {found['tokens']:,}",
+        "steps with none": f"{found['steps_exactly_equal']} of {sum(found['steps'])}",
+        "token_mult_prob_error": _shown(found["token_mult_prob_error"]),
+        "largest": "-" if largest is None else f"{largest:.6g}",
+        "gen_kl_error": _shown(found["gen_kl_error"]),
+    }
+
+
+def _seconds(found: dict[str, Any]) -> dict[str, str]:
+    seconds = {name: f"{value:.2f}" for name, value in found["median seconds"].items()}
+    return {**seconds, "tokens/s": f"{found['median tokens_per_second']:.0f}"}
+
+
+def _table(summary: dict[str, dict[str, Any]], title: str, cells: Callable[[dict[str, Any]], dict[str, str]]) -> str:
+    rows = {variant: cells(found) for variant, found in summary.items()}
+    names = list(next(iter(rows.values())))
+    lines = [f"### {title}", "", f"| run | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    lines += [f"| {variant} | {' | '.join(values.values())} |" for variant, values in rows.items()]
+    return "\n".join(lines) + "\n"
+
+
+def draw_curves(runs: dict[str, list[RunFolder]], path: Path) -> None:
+    """Each metric by step: a line for the mean over seeds, a band of a standard deviation on each side."""
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    for axes, (title, read) in zip(figure.subplots(2, 3).flat, _CURVES.items(), strict=True):
+        for variant, found in runs.items():
+            pairs = [(row["step"], read(row)) for run in found for row in run.rows()]
+            _draw_band(axes, collect(pairs), variant)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("step")
+    _save(figure, path)
+
+
+def draw_positions(runs: dict[str, list[RunFolder]], path: Path) -> None:
+    """Mean |dlogp| and KL by token position, over all steps of a seed."""
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    titles = {"mean_abs_dlogp": "mean |dlogp|", "gen_kl_error": "KL(rollout || training)"}
+    for axes, (name, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+        for variant, found in runs.items():
+            pairs = [pair for run in found for pair in by_position(run.rows(), name).items()]
+            _draw_band(axes, collect(pairs), variant)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("position of the generated token")
+    _save(figure, path)
+
+
+def draw_phases(summary: dict[str, dict[str, Any]], path: Path) -> None:
+    """A stacked bar for each variant."""
+    figure = Figure(figsize=(max(6.0, 1.6 * len(summary) + 3), 5), layout="constrained")
+    axes = figure.subplots()
+    bottom = [0.0] * len(summary)
+    for phase in PHASES:
+        heights = [found["median seconds"][phase] for found in summary.values()]
+        axes.bar(list(summary), heights, bottom=bottom, label=phase)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    axes.tick_params(axis="x", rotation=30, labelsize=8)
+    axes.set_ylabel("seconds of a step, median")
+    _save(figure, path)
+
+
+def by_position(rows: Iterable[Row], name: str) -> dict[int, float]:
+    """Mean of a measure over a run's tokens by position; ranges of several widths go by their first position."""
+    sums: dict[int, float] = {}
+    tokens: dict[int, int] = {}
+    for part in [part for row in rows for part in row.get("positions", ()) if part["tokens"]]:
+        sums[part["first"]] = sums.get(part["first"], 0.0) + part[name] * part["tokens"]
+        tokens[part["first"]] = tokens.get(part["first"], 0) + part["tokens"]
+    return {first: sums[first] / tokens[first] for first in sorted(tokens)}
+
+
+def collect(pairs: Iterable[tuple[int, float | None]]) -> Curve:
+    """Values by step, in order; None is left out."""
+    curve: Curve = {}
+    for step, value in pairs:
+        if value is not None:
+            curve.setdefault(step, []).append(value)
+    return dict(sorted(curve.items()))
+
+
+def _draw_band(axes: Any, curve: Curve, label: str) -> None:
+    means = [_mean(values) for values in curve.values()]
+    widths = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in curve.values()]
+    (line,) = axes.plot(list(curve), means, label=label, linewidth=1.2)
+    low, high = ([mean + sign * width for mean, width in zip(means, widths, strict=True)] for sign in (-1, 1))
+    axes.fill_between(list(curve), low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+
+
+def _save(figure: Any, path: Path) -> None:
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def _mean(values: Iterable[float]) -> float:
+    return statistics.fmean(values)
+
+
+def _median(values: Iterable[float]) -> float:
+    found = list(values)
+    return statistics.median(found) if found else 0.0
+
+
+def _spread(values: list[float]) -> dict[str, float | None]:
+    """Mean and sample standard deviation; None where there are too few values."""
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    return {"mean": statistics.fmean(values) if values else None, "std": deviation}
+
+
+def _shown(spread: dict[str, float | None]) -> str:
+    mean, deviation = spread["mean"], spread["std"]
+    return "-" if mean is None else f"{mean:.6g}" + ("" if deviation is None else f" ± {deviation:.2g}")
+
+
+def _range(values: list[int]) -> str:
+    return str(values[0]) if len(set(values)) == 1 else f"{min(values)} to {max(values)}"
+
+
+if __name__ == "__main__":
+    main()

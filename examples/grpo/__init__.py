@@ -1,0 +1,1 @@
+"""GRPO in a few hundred lines: Megatron-core trains, vLLM generates, JetRL's weight sync lies between them."""

@@ -1,0 +1,129 @@
+"""`benchmarks.rl`: which runs a study has and still needs, and what its tables say. Metrics are made up here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.rl.plot import by_position, collect, summarize, tables
+from benchmarks.rl.variants import PRECISIONS, VARIANTS, RunFolder, found_in, runs_of
+from examples.grpo.options import parse
+
+ROOT = Path(__file__).parents[2]
+
+
+def row(step: int, reward: float, error: float = 1.0) -> dict[str, Any]:
+    found = {"tokens": 10, "tokens_differing": 0 if error == 1.0 else 9, "token_mult_prob_error": error}
+    positions = [
+        {"first": 0, "tokens": 4, "mean_abs_dlogp": error - 1, "gen_kl_error": 0.0},
+        {"first": 2, "tokens": 6 - 6 * (step % 2), "mean_abs_dlogp": 2 * error - 2, "gen_kl_error": 0.0},
+    ]
+    return {
+        "step": step,
+        "reward": reward,
+        "entropy": 1.0,
+        "grad_norm": 0.5,
+        "kl": 0.0,
+        "mismatch": {**found, "gen_kl_error": 0.0 if error == 1.0 else 0.01},
+        "positions": positions,
+        "tokens_per_second": 100.0,
+        "peak_memory_gib": 1.0,
+        "seconds": {"rollout": 1.0 + step, "step": 2.0 + step},
+    }
+
+
+def write(run: RunFolder, rows: list[dict[str, Any]], end: str = "") -> RunFolder:
+    run.path.mkdir(parents=True)
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
+    (run.path / "options.json").write_text(json.dumps({"steps": len(rows)}))
+    return run
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    for seed, (first, last) in enumerate([(0.25, 0.5), (0.25, 1.0)]):
+        rows = [row(0, first), row(1, last), {"step": 2, "held_out_accuracy": last, "seconds": {}}]
+        write(RunFolder(tmp_path, "jetrl_fp8", seed), rows)
+    write(RunFolder(tmp_path, "bf16", 0), [row(0, 0.25, 1.5)], end='{"step": 1, "rew')
+    return tmp_path
+
+
+def test_every_variant_is_a_valid_command_line() -> None:
+    recipes = {name: parse(["--out", "x", *options]).recipes for name, options in VARIANTS.items()}
+    assert tuple(VARIANTS)[:3] == PRECISIONS and recipes["jetrl_fp8_wgrad_bf16"][0].wgrad == "bf16"
+
+
+def test_runs_take_a_seed_of_every_variant_before_the_next() -> None:
+    runs = [(run.variant, run.seed) for run in runs_of(Path("x"), ["a", "b"], [3, 5])]
+    assert runs == [("a", 3), ("b", 3), ("a", 5), ("b", 5)]
+
+
+def test_run_is_complete_with_the_row_behind_its_last_step(study: Path) -> None:
+    complete, begun, missing = (RunFolder(study, *name) for name in (("jetrl_fp8", 1), ("bf16", 0), ("bf16", 7)))
+    assert complete.is_complete(2) and not complete.is_complete(3)
+    assert not begun.is_complete(1) and len(begun.rows()) == 1
+    assert not missing.is_complete(1) and missing.rows() == []
+    assert {name: len(runs) for name, runs in found_in(study).items()} == {"bf16": 1, "jetrl_fp8": 2}
+
+
+def test_summary_has_means_and_deviations_over_seeds(study: Path) -> None:
+    found = summarize(found_in(study)["jetrl_fp8"], last=1)
+    assert found["reward at the end"] == {"mean": 0.75, "std": pytest.approx(0.5 / 2**0.5)}
+    assert found["held-out accuracy at the end"]["mean"] == 0.75
+    assert (found["steps_exactly_equal"], found["tokens"], found["tokens_differing"]) == (4, 40, 0)
+    assert found["median seconds"]["rollout"] == 1.5
+    baseline = summarize(found_in(study)["bf16"], last=10)
+    assert baseline["steps_exactly_equal"] == 0 and baseline["reward at the end"] == {"mean": 0.25, "std": None}
+    text = tables({"bf16": baseline, "jetrl_fp8": found}, 1)
+    assert "| jetrl_fp8 | 0 of 40 | 4 of 4 | 1 ± 0 | 1 | 0 ± 0 |" in text
+    assert "| bf16 | 9 of 10 | 0 of 1 | 1.5 | 1.5 | 0.01 |" in text
+
+
+def test_by_position_weighs_by_tokens_exact() -> None:
+    assert by_position([row(0, 0.0, 1.5), row(1, 0.0, 2.0)], "mean_abs_dlogp") == {0: 0.75, 2: 1.0}
+
+
+def test_collect_leaves_out_what_was_not_measured() -> None:
+    assert collect([(2, 1.0), (0, None), (1, 3.0), (2, 5.0)]) == {1: [3.0], 2: [1.0, 5.0]}
+
+
+def test_plot_writes_tables_and_pictures(study: Path, tmp_path: Path) -> None:
+    out = tmp_path / "drawn"
+    done = call("plot", str(study), "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    names = {"curves.png", "phases.png", "positions.png", "study.json", "study.md"}
+    assert {path.name for path in out.iterdir()} == names
+    assert set(json.loads((out / "study.json").read_text())["variants"]) == {"bf16", "jetrl_fp8"}
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        ("plot", ["nowhere"], "nowhere: no runs there, name the folder that was --out of benchmarks.rl.run"),
+        ("run", ["--out", "x", "--variants", "fp8"], "--variants: fp8 unknown, use bf16, bf16_train_fp8_rollout"),
+        ("run", ["--out", "x", "--seeds", "a"], "--seeds 'a': use whole numbers such as 0,1,2"),
+        ("run", ["--out", "x", "--", "--steps", "0"], "steps=0: use 1 or more"),
+    ],
+)
+def test_wrong_arguments_are_refused(command: str, arguments: list[str], message: str, tmp_path: Path) -> None:
+    done = call(command, *arguments)
+    assert done.returncode == 2 and message in done.stderr
+
+
+def test_run_leaves_complete_runs_alone_and_clears_their_working_folders(study: Path) -> None:
+    (study / "jetrl_fp8/seed0/checkpoints").mkdir()
+    before = (study / "jetrl_fp8/seed0/metrics.jsonl").read_text()
+    done = call("run", "--out", str(study), "--variants", "jetrl_fp8", "--seeds", "0,1", "--", "--steps", "2")
+    assert done.returncode == 0 and "2 of 2 runs complete" in done.stdout, done.stderr
+    assert (study / "jetrl_fp8/seed0/metrics.jsonl").read_text() == before
+    assert not (study / "jetrl_fp8/seed0/checkpoints").exists()
+
+
+def call(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-W", "ignore", "-m", f"benchmarks.rl.{command}", *arguments]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
