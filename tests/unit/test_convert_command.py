@@ -164,6 +164,33 @@ def test_foreign_configuration_is_a_named_error(
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+def test_unknown_model_is_an_error_without_a_question(
+    tmp_path: Path, made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def answer(question: str = "") -> str:
+        asked.append(question)
+        return "n"
+
+    monkeypatch.setattr("builtins.input", answer)
+    (tmp_path / "hf").mkdir()
+    fields = {"model_type": "nope", "auto_map": {"AutoConfig": "nope.Config"}, "architectures": ["NopeForCausalLM"]}
+    (tmp_path / "hf/config.json").write_text(json.dumps(fields))
+    (tmp_path / "hf/nope.py").write_text("raise SystemExit('run')")
+    assert command(made[0], tmp_path / "hf", tmp_path / "out") == 2
+    assert "config.json makes no model" in capsys.readouterr().err and not asked
+
+
+@pytest.mark.parametrize("recipe", ['{"block": "128"}', '{"ignore": 5}', '{"element_max": null}'])
+def test_recipe_file_of_other_types_is_a_named_error(
+    tmp_path: Path, made: Made, capsys: pytest.CaptureFixture[str], recipe: str
+) -> None:
+    (tmp_path / "recipe.json").write_text(recipe)
+    assert command(made[0], made[1], tmp_path / "out", "--recipe", str(tmp_path / "recipe.json")) == 2
+    assert re.search(r"jetrl: error: \w+=.* must be a ", capsys.readouterr().err)
+
+
 def test_bf16_layers_are_first_and_last(tmp_path: Path, made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     source, hf, _ = made
     assert command(source, hf, tmp_path / "out", "--bf16-layers", "1/0") == 0
