@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
-from jetrl_megatron.convert.compare import differing_headers, differing_tensors
+from jetrl_megatron.convert.compare import differing_files, differing_headers, differing_tensors
 from jetrl_megatron.convert.files import FileLayout, TensorFiles, lay_out
 from jetrl_megatron.convert.fp8_weights import is_decoder_linear
 from jetrl_megatron.convert.hf_model import HfModel, open_hf_model
@@ -199,7 +199,7 @@ class Conversion:
         """Compares an export with what the source makes, byte for byte.
 
         Returns:
-            a line for each difference, in this rank's share of the weights.
+            a line for each difference, in this rank's share of the weights; rank 0 alone has those of everything else.
 
         Raises:
             ValueError: a file on either side is missing or damaged.
@@ -208,15 +208,16 @@ class Conversion:
         stored, config = read_config(folder), self.job.config
         fields = sorted(key for key in {*stored, *config} if stored.get(key) != config.get(key))
         lines += [f"config.json: {key} is {_brief(stored.get(key))}, not {_brief(config.get(key))}" for key in fields]
+        lines += differing_files(folder, self.job.files)
         if lines:
-            return lines
+            return lines if ranks.rank == 0 else []
         share = share_of(self.tasks, ranks.rank, ranks.size)
         return differing_tensors(folder, self.stream, share, self.workers, show=ranks.rank == 0)
 
     def _begin(self, work: WorkFolder, force: bool) -> set[str] | None:
         """What is done already; None where everything is, and only the working folder was left."""
         job = self._description()
-        if work.finished(job):
+        if work.finished(job) and not differing_files(self.out, self.job.files):
             work.lock()
             work.discard()
             return None
@@ -256,6 +257,8 @@ class Conversion:
                     committer.add(task.names)
 
     def _write_beside(self, work: WorkFolder) -> None:
+        # An earlier run may have copied another tokenizer.
+        work.keep_only({file.name for file in self.layout.files})
         write_index(work.export, self.layout)
         write_beside(work.export, self.job.config, self.job.files)
 

@@ -141,7 +141,7 @@ def inspect_folder(path: Path) -> Inspection:
             recipe = Fp8BlockRecipe.from_stamp(config["jetrl"], str(path / "config.json"))
         except (ValueError, TypeError) as error:
             faults.append(str(error))
-    tensors, files, file_faults = _read_files(path)
+    tensors, files, file_faults = read_files(path)
     block = None
     try:
         block = block_of(quantization)
@@ -183,8 +183,12 @@ def ignored_modules(quantization: Mapping[str, Any]) -> set[str]:
     return set(names)
 
 
-def _read_files(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str], list[str]]:
-    """Tensors and their files as they are on disk, and where the index says otherwise."""
+def read_files(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str], list[str]]:
+    """Tensors and their files as they are on disk, and where the index says otherwise.
+
+    Raises:
+        ValueError: there are no safetensors, or the index is damaged.
+    """
     index = read_index(path)
     on_disk = sorted(file.name for file in path.glob("*.safetensors"))
     if not on_disk and index is None:

@@ -20,7 +20,7 @@ from jetrl_megatron.convert import stream
 from jetrl_megatron.convert.export import convert_checkpoint
 from jetrl_megatron.convert.files import TensorFiles, lay_out
 from jetrl_megatron.convert.plan import TensorSpec
-from tests.unit.convert_cases import contents, make_source
+from tests.unit.convert_cases import command, contents, make_source
 
 type Made = tuple[Path, Path, Path]
 
@@ -31,10 +31,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     root = tmp_path_factory.mktemp("command")
     source, hf = make_source(root)
     return source, hf, convert_checkpoint(source, root / "out", hf_config=hf)
-
-
-def command(source: Path, hf: Path, out: Path, *options: str) -> int:
-    return main(["convert", str(source), str(out), "--hf-config", str(hf), *options])
 
 
 def test_weight_files_are_those_of_safetensors_exact(tmp_path: Path) -> None:
@@ -215,42 +211,6 @@ def test_dry_run_prints_the_plan_and_writes_nothing(
     assert ["model.layers.*.mlp.down_proj.weight", "1", "BF16", "256x384", "0.197"] in lines
     assert ["model.layers.*.mlp.down_proj.weight_scale_inv", "1", "F32", "2x3", "0.000"] in lines
     assert "stays BF16: model.layers.1.mlp.down_proj" in text and "rollout TP that vLLM can serve: 1\n" in text
-
-
-def test_verify_names_a_changed_byte(tmp_path: Path, made: Made, capsys: pytest.CaptureFixture[str]) -> None:
-    source, hf, expected = made
-    out = Path(shutil.copytree(expected, tmp_path / "out"))
-    weights = bytearray((out / "model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (out / "model.safetensors").write_bytes(weights)
-    assert command(source, hf, out, "--verify") == 1
-    # The last codes in the file are those of the name that sorts last.
-    assert capsys.readouterr().out == "model.layers.1.self_attn.v_proj.weight: 1 bytes differ from the source's\n"
-    shutil.copy(expected / "model.safetensors", out)
-    capsys.readouterr()
-    assert command(source, hf, out, "--verify") == 0
-    assert "every byte is what the source makes" in capsys.readouterr().out
-    assert command(source, hf, out, "--verify", "--scale-format", "fp32") == 1
-    assert "config.json: jetrl is" in capsys.readouterr().out
-
-
-def test_verify_keeps_a_wrong_export_from_appearing(
-    tmp_path: Path, made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source, hf, _ = made
-    write = TensorFiles.write
-
-    def faulty(self: TensorFiles, name: str, tensor: torch.Tensor, first_row: int = 0) -> None:
-        if name.endswith("1.mlp.up_proj.weight"):
-            tensor = tensor.clone()
-            tensor.view(torch.uint8)[0, 0] ^= 8
-        write(self, name, tensor, first_row)
-
-    monkeypatch.setattr(TensorFiles, "write", faulty)
-    assert command(source, hf, tmp_path / "out", "--verify") == 2
-    error = capsys.readouterr().err
-    assert "model.layers.1.mlp.up_proj.weight: " in error and "out was not made" in error
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
