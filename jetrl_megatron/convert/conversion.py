@@ -308,8 +308,8 @@ def _open_source(src: str | os.PathLike[str]) -> ShardedCheckpoint:
     except (ValueError, OSError):
         raise
     except Exception as error:
-        # A damaged index is a pickle that may fail in any way.
+        # A damaged file is a pickle that may fail in any way.
         raise ValueError(
-            f"{src}: the checkpoint's index cannot be read ({type(error).__name__}: {error}): it is damaged; copy it "
+            f"{src}: the checkpoint cannot be read ({type(error).__name__}: {error}): it is damaged; copy it "
             "again, or convert another iteration"
         ) from error

@@ -99,6 +99,12 @@ class LegacyStore:
             (_, first), parts = stored.shards[0], len(stored.shards)
             shape = list(first.shape)
             cut = _cut_of(name, stored)
+            axes = {_Cut.WHOLE: 0, _Cut.COLUMNS: 2}.get(cut, 1)
+            if len(shape) < axes:
+                raise ValueError(
+                    f"{stored.shards[0][0]}: {name} has the shape {shape}, and tensor-parallel ranks cut it along axis "
+                    f"{axes - 1}: the file was edited; restore it from a copy"
+                )
             if cut in (_Cut.ROWS, _Cut.HALVES):
                 shape[0] *= parts
             elif cut is _Cut.COLUMNS:
@@ -117,7 +123,12 @@ class _Ranks:
         self._tensor, self._pipeline, self._expert = (
             self._asked(1 + max(place[axis] for place in self._files), name) for axis, name in enumerate(names)
         )
-        self._expert_tensor = int(self._args.get("expert_tensor_parallel_size") or self._tensor)
+        self._expert_tensor = self._args.get("expert_tensor_parallel_size") or self._tensor
+        if not isinstance(self._expert_tensor, int):
+            raise ValueError(
+                f"{self._folder}: its own arguments say expert_tensor_parallel_size={self._expert_tensor!r}, which is "
+                "no number of ranks: restore the folder from a copy"
+            )
         self._require_complete()
 
     def chunks(self) -> Iterator[tuple[int, int, int]]:

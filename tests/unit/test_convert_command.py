@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import random
@@ -271,6 +272,24 @@ def _wrong_dtype(folder: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(index))
 
 
+def _one_shard_twice(folder: Path) -> None:
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    chunks = index.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks
+    chunks[1] = chunks[0]
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def _overlapping_shards(folder: Path) -> None:
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    name = "embedding.word_embeddings.weight"
+    chunks = index.state_dict_metadata[name].chunks
+    moved = dataclasses.replace(chunks[1], offsets=torch.Size([chunks[1].offsets[0] - 1, 0]))
+    stored = next(place for place in index.storage_data if (place.fqn, place.offset) == (name, chunks[1].offsets))
+    index.storage_data[dataclasses.replace(stored, offset=moved.offsets)] = index.storage_data.pop(stored)
+    chunks[1] = moved
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
 def _index_of_another_place(folder: Path) -> None:
     index = pickle.loads((folder / ".metadata").read_bytes())
     places = list(index.storage_data)
@@ -290,6 +309,8 @@ def _index_of_another_place(folder: Path) -> None:
         (_foreign_index, r"index"),
         (_text_index, r"\.metadata is no index"),
         (_wrong_dtype, r"linear_fc2\.weight is stored as torch\.int8"),
+        (_one_shard_twice, r"the shards of decoder\.layers\.mlp\.linear_fc2\.weight do not cover its \[2, 256, 384\]"),
+        (_overlapping_shards, r"the shards of embedding\.word_embeddings\.weight do not cover its \[512, 256\]"),
         (_index_of_another_place, r"(final_layernorm|word_embeddings)\.weight cannot be read"),
     ],
 )
