@@ -123,6 +123,11 @@ class TorchDistStore:
     def _check_files(self) -> None:
         needed: dict[str, int] = {}
         for key, entry in self._tensors.items():
+            if not isinstance(entry.properties.dtype, torch.dtype):
+                raise ValueError(
+                    f"{self._folder / INDEX}: the dtype of {key} is {entry.properties.dtype!r}, which is none: the "
+                    "index is damaged; restore it from a copy, or convert another iteration"
+                )
             groups = self._chunks[key]
             if not _fill(entry.size, [entry.chunks] if groups is None else groups.values()):
                 # What no shard fills would be whatever lies in memory.

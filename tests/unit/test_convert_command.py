@@ -272,6 +272,13 @@ def _wrong_dtype(folder: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(index))
 
 
+def _dtype_in_words(folder: Path) -> None:
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    properties = index.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].properties
+    object.__setattr__(properties, "dtype", "bfloat16")
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
 def _one_shard_twice(folder: Path) -> None:
     index = pickle.loads((folder / ".metadata").read_bytes())
     chunks = index.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks
@@ -309,6 +316,7 @@ def _index_of_another_place(folder: Path) -> None:
         (_foreign_index, r"index"),
         (_text_index, r"\.metadata is no index"),
         (_wrong_dtype, r"linear_fc2\.weight is stored as torch\.int8"),
+        (_dtype_in_words, r"the dtype of decoder\.layers\.mlp\.linear_fc2\.weight is 'bfloat16', which is none"),
         (_one_shard_twice, r"the shards of decoder\.layers\.mlp\.linear_fc2\.weight do not cover its \[2, 256, 384\]"),
         (_overlapping_shards, r"the shards of embedding\.word_embeddings\.weight do not cover its \[512, 256\]"),
         (_index_of_another_place, r"(final_layernorm|word_embeddings)\.weight cannot be read"),
