@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
+from jetrl_megatron.convert.arguments import check_arguments
 from jetrl_megatron.convert.compare import differing_files, differing_headers, differing_tensors
 from jetrl_megatron.convert.files import FileLayout, TensorFiles, lay_out
 from jetrl_megatron.convert.fp8_weights import is_decoder_linear
@@ -126,6 +127,7 @@ def open_conversion(src: str | os.PathLike[str], out: str | os.PathLike[str], op
     job = prepare_job(
         out, options.hf_config, recipe, linears, options.tokenizer_from, options.rollout_tp, options.scale_dtype
     )
+    check_arguments(source.folder, source.arguments, job.mapping)
     return Conversion(
         out=Path(out),
         job=job,
