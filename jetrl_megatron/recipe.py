@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -88,6 +88,7 @@ class Fp8BlockRecipe:
     ignore: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        self._check_types()
         for field, allowed in _CHOICES.items():
             value = getattr(self, field)
             if value not in allowed:
@@ -98,9 +99,21 @@ class Fp8BlockRecipe:
         for field in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field}={getattr(self, field)} counts layers: use 0 or more")
+
+    def _check_types(self) -> None:
         if isinstance(self.ignore, str):
             raise ValueError(f"ignore={self.ignore!r} must be a list of patterns: write ignore=({self.ignore!r},)")
-        object.__setattr__(self, "ignore", tuple(self.ignore))
+        patterns = tuple(self.ignore) if isinstance(self.ignore, Iterable) else (self.ignore,)
+        if not all(isinstance(pattern, str) for pattern in patterns):
+            raise ValueError(f"ignore={self.ignore!r} must be a list of patterns, e.g. ['*.linear_fc2']")
+        object.__setattr__(self, "ignore", patterns)
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), type(field.default)
+            if kind is float and type(value) is int:
+                # The same number has one fingerprint, however a file writes it.
+                object.__setattr__(self, field.name, float(value))
+            elif kind in (int, float) and type(value) is not kind:
+                raise ValueError(f"{field.name}={value!r} must be a number like the default, {field.default!r}")
 
     @property
     def weight_block(self) -> tuple[int, int]:
@@ -169,7 +182,7 @@ class Fp8BlockRecipe:
             )
         try:
             recipe = cls.from_dict(stamp["recipe"])
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{source}: {stamp['recipe']!r} stands for a recipe: {error}; export again") from error
         if recipe.fingerprint != stamp["fingerprint"]:
             raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,17 @@ import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
+from jetrl_megatron.convert.inspect import read_files
 from jetrl_megatron.convert.plan import DTYPE_NAMES, ExportPlan
 from jetrl_megatron.convert.stored import StoredTensor, read_headers, tensor_files
 from jetrl_megatron.convert.stream import Piece, Stream, Task, run_tasks
 
 
 def differing_headers(folder: Path, plan: ExportPlan) -> list[str]:
-    """Compares names, dtypes and shapes of the tensors in a folder with those of a plan.
+    """Compares names, dtypes and shapes of the tensors in a folder with those of a plan, and its files with its index.
 
     Returns:
-        a line for each tensor that differs.
+        a line for each tensor that differs, and for each tensor or file that the index does not place there.
 
     Raises:
         ValueError: a file of the folder is missing or damaged.
@@ -33,6 +34,30 @@ def differing_headers(folder: Path, plan: ExportPlan) -> list[str]:
         found, wanted = stored.get(name), planned.get(name)
         if found != wanted:
             lines.append(f"{name}: {_text(found)} in {folder}, {_text(wanted)} from the source")
+    *_, faults = read_files(folder)
+    return lines + faults
+
+
+def differing_files(folder: Path, files: Iterable[Path]) -> list[str]:
+    """Compares what was copied beside the weights with what it was copied from.
+
+    Args:
+        files: files and folders, of which `folder` should hold copies.
+
+    Returns:
+        a line for each file that is missing or differs.
+    """
+    pairs: list[tuple[Path, Path]] = []
+    for path in files:
+        inner = sorted(found for found in path.rglob("*") if found.is_file()) if path.is_dir() else [path]
+        pairs += [(found, found.relative_to(path.parent)) for found in inner]
+    lines = []
+    for original, name in pairs:
+        copy = folder / name
+        if not copy.is_file():
+            lines.append(f"{name}: missing in {folder}")
+        elif copy.read_bytes() != original.read_bytes():
+            lines.append(f"{name}: differs from {original}")
     return lines
 
 

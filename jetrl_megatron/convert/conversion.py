@@ -12,7 +12,8 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
-from jetrl_megatron.convert.compare import differing_headers, differing_tensors
+from jetrl_megatron.convert.arguments import check_arguments
+from jetrl_megatron.convert.compare import differing_files, differing_headers, differing_tensors
 from jetrl_megatron.convert.files import FileLayout, TensorFiles, lay_out
 from jetrl_megatron.convert.fp8_weights import is_decoder_linear
 from jetrl_megatron.convert.hf_model import HfModel, open_hf_model
@@ -126,6 +127,7 @@ def open_conversion(src: str | os.PathLike[str], out: str | os.PathLike[str], op
     job = prepare_job(
         out, options.hf_config, recipe, linears, options.tokenizer_from, options.rollout_tp, options.scale_dtype
     )
+    check_arguments(source.folder, source.arguments, job.mapping)
     return Conversion(
         out=Path(out),
         job=job,
@@ -199,7 +201,7 @@ class Conversion:
         """Compares an export with what the source makes, byte for byte.
 
         Returns:
-            a line for each difference, in this rank's share of the weights.
+            a line for each difference, in this rank's share of the weights; rank 0 alone has those of everything else.
 
         Raises:
             ValueError: a file on either side is missing or damaged.
@@ -208,15 +210,16 @@ class Conversion:
         stored, config = read_config(folder), self.job.config
         fields = sorted(key for key in {*stored, *config} if stored.get(key) != config.get(key))
         lines += [f"config.json: {key} is {_brief(stored.get(key))}, not {_brief(config.get(key))}" for key in fields]
+        lines += differing_files(folder, self.job.files)
         if lines:
-            return lines
+            return lines if ranks.rank == 0 else []
         share = share_of(self.tasks, ranks.rank, ranks.size)
         return differing_tensors(folder, self.stream, share, self.workers, show=ranks.rank == 0)
 
     def _begin(self, work: WorkFolder, force: bool) -> set[str] | None:
         """What is done already; None where everything is, and only the working folder was left."""
         job = self._description()
-        if work.finished(job):
+        if work.finished(job) and not differing_files(self.out, self.job.files):
             work.lock()
             work.discard()
             return None
@@ -256,6 +259,8 @@ class Conversion:
                     committer.add(task.names)
 
     def _write_beside(self, work: WorkFolder) -> None:
+        # An earlier run may have copied another tokenizer.
+        work.keep_only({file.name for file in self.layout.files})
         write_index(work.export, self.layout)
         write_beside(work.export, self.job.config, self.job.files)
 
@@ -305,8 +310,8 @@ def _open_source(src: str | os.PathLike[str]) -> ShardedCheckpoint:
     except (ValueError, OSError):
         raise
     except Exception as error:
-        # A damaged index is a pickle that may fail in any way.
+        # A damaged file is a pickle that may fail in any way.
         raise ValueError(
-            f"{src}: the checkpoint's index cannot be read ({type(error).__name__}: {error}): it is damaged; copy it "
+            f"{src}: the checkpoint cannot be read ({type(error).__name__}: {error}): it is damaged; copy it "
             "again, or convert another iteration"
         ) from error

@@ -63,7 +63,7 @@ class HfModel:
         follow the decoder's.
         """
         with named_errors(self.folder), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(self.config))
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(self.config), trust_remote_code=False)
             tensors = revert_weight_conversion(model, model.state_dict())
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         return {**shapes, **self._mtp_shapes(shapes)}
@@ -123,7 +123,8 @@ def open_hf_model(source: PretrainedConfig | str | os.PathLike[str]) -> HfModel:
             raise ValueError(f"{folder} has no config.json: pass the folder of the Hugging Face model")
         fields = read_config(folder)
         with named_errors(folder):
-            config = AutoConfig.from_pretrained(folder)
+            # Otherwise transformers asks whether to run code beside an unknown model, and waits for an answer.
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     for holder in (fields, config.__dict__):
         holder.pop("quantization_config", None)
     if not fields.get("architectures"):

@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 from jetrl_megatron.convert.fp8_weights import SCALE, WEIGHT, scale_name
 from jetrl_megatron.convert.plan import count_of, text_table
+from jetrl_megatron.convert.quantization import block_of, read_quantization
 from jetrl_megatron.convert.stored import INDEX, SINGLE, StoredTensor, headers_of, read_config, read_index
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.tensor import ceil_div
@@ -132,9 +133,7 @@ def inspect_folder(path: Path) -> Inspection:
         ValueError: the folder has no config.json or no safetensors, or they cannot be read as such.
     """
     config = read_config(path)
-    quantization = config.get("quantization_config") or config.get("compression_config") or {}
-    if not isinstance(quantization, dict):
-        raise ValueError(f"{path / 'config.json'}: quantization_config is {quantization!r}, not an object")
+    quantization = read_quantization(path, config)
     faults: list[str] = []
     recipe = None
     if "jetrl" in config:
@@ -142,8 +141,12 @@ def inspect_folder(path: Path) -> Inspection:
             recipe = Fp8BlockRecipe.from_stamp(config["jetrl"], str(path / "config.json"))
         except (ValueError, TypeError) as error:
             faults.append(str(error))
-    tensors, files, file_faults = _read_files(path)
-    block = _block_of(quantization, faults)
+    tensors, files, file_faults = read_files(path)
+    block = None
+    try:
+        block = block_of(quantization)
+    except ValueError as error:
+        faults.append(f"config.json: {error}")
     grids: dict[str, ScaleGrid] = {}
     faults += [*file_faults, *_dtype_faults(tensors, quantization, block, ours="jetrl" in config)]
     ue8m0 = quantization.get("scale_fmt") == "ue8m0" or (recipe is not None and recipe.scale_format == "ue8m0")
@@ -180,8 +183,12 @@ def ignored_modules(quantization: Mapping[str, Any]) -> set[str]:
     return set(names)
 
 
-def _read_files(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str], list[str]]:
-    """Tensors and their files as they are on disk, and where the index says otherwise."""
+def read_files(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str], list[str]]:
+    """Tensors and their files as they are on disk, and where the index says otherwise.
+
+    Raises:
+        ValueError: there are no safetensors, or the index is damaged.
+    """
     index = read_index(path)
     on_disk = sorted(file.name for file in path.glob("*.safetensors"))
     if not on_disk and index is None:
@@ -226,20 +233,10 @@ def _index_faults(
             yield f"{name}: {INDEX} places it in {file}, and it is {found}"
     for name in sorted(tensors.keys() - where.keys()):
         yield f"{name}: in {files[name]}, and {INDEX} does not name it"
-    total = (index.get("metadata") or {}).get("total_size")
+    total = index["metadata"].get("total_size")
     actual = sum(_nbytes(tensor) for tensor in tensors.values())
     if total is not None and total != actual and not damaged and set(where.values()) <= on_disk:
         yield f"{INDEX}: total_size is {total}, and the tensors have {actual} bytes"
-
-
-def _block_of(quantization: Mapping[str, Any], faults: list[str]) -> tuple[int, int] | None:
-    block = quantization.get("weight_block_size")
-    if block is None:
-        return None
-    if isinstance(block, list) and len(block) == 2 and all(type(edge) is int and edge > 0 for edge in block):
-        return block[0], block[1]
-    faults.append(f"config.json: weight_block_size is {block!r}, not [rows, columns]")
-    return None
 
 
 def _dtype_faults(
@@ -251,8 +248,7 @@ def _dtype_faults(
         yield from _scale_fmt_faults(tensors, quantization.get("scale_fmt"))
         return
     for name, tensor in sorted(tensors.items()):
-        scale = _scale_of(name, tensors) if tensor.dtype in _FP8 else None
-        if tensor.dtype in _FP8 and scale is None:
+        if _is_codes(name, tensor) and _scale_of(name, tensors) is None:
             yield f"{name}: is FP8 and has no scale {scale_name(name)}"
         if name.endswith((SCALE, ".weight_scale")) and tensor.dtype in _SCALE_DTYPES:
             weight = name.rpartition(".")[0] + WEIGHT
@@ -285,7 +281,7 @@ def _scales(
     """For each FP8 tensor with a scale: its name, the scales, and what is wrong with them."""
     by_file: dict[str, list[tuple[str, str]]] = {}
     for name, tensor in sorted(tensors.items()):
-        scale = _scale_of(name, tensors) if tensor.dtype in _FP8 else None
+        scale = _scale_of(name, tensors) if _is_codes(name, tensor) else None
         if scale is not None:
             by_file.setdefault(files[scale], []).append((name, scale))
     for file, pairs in sorted(by_file.items()):
@@ -300,8 +296,9 @@ def _scales(
                 low, high = (value.item() for value in torch.aminmax(values)) if values.numel() else (0.0, 0.0)
                 grid = ScaleGrid(scale, header.dtype, header.shape, kind, low, high)
                 if kind == "?":
-                    expected = f"; expected {_shape(_grid(tensors[name].shape, block))}" if block else ""
-                    text = f"{scale}: grid {_shape(header.shape)} does not fit {name} {_shape(tensors[name].shape)}"
+                    shape = tensors[name].shape
+                    expected = f"; expected {_shape(_grid(shape, block))}" if block and len(shape) > 1 else ""
+                    text = f"{scale}: grid {_shape(header.shape)} does not fit {name} {_shape(shape)}"
                     yield name, grid, text + expected
                 yield name, grid, _value_fault(scale, values, ue8m0)
 
@@ -320,6 +317,11 @@ def _value_fault(name: str, values: torch.Tensor, ue8m0: bool) -> str | None:
     return None
 
 
+def _is_codes(name: str, tensor: StoredTensor) -> bool:
+    # The scales of FP4 weights are FP8 themselves.
+    return tensor.dtype in _FP8 and not name.endswith((*_SCALE_SUFFIXES, "_scale", "_scale_inv"))
+
+
 def _scale_of(name: str, tensors: Mapping[str, StoredTensor]) -> str | None:
     stem = name.removesuffix(WEIGHT)
     # Fused experts have no ".weight": the suffix is joined to the name itself.
@@ -333,6 +335,8 @@ def _kind(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int]
     if torch.Size(scale).numel() == 1:
         return "tensor"
     rows = shape[:-1]
+    if len(shape) < 2:
+        return "?"
     return "channel" if scale in (rows, (*rows, 1), (*shape[:-2], 1, shape[-1])) else "?"
 
 

@@ -62,6 +62,7 @@ class LegacyStore:
 
     Attributes:
         parameters: the model's parameters, layer after layer; optimizer state and extra state are left out.
+        arguments: of the training run; {} where it saved none.
 
     Raises:
         ValueError: a rank's folder or file is missing, cut off or foreign, or the ranks do not fit together.
@@ -69,6 +70,7 @@ class LegacyStore:
 
     def __init__(self, folder: Path) -> None:
         self._ranks = _Ranks(folder)
+        self.arguments = self._ranks.args
         self._stored: dict[str, list[_Stored]] = defaultdict(list)
         for pipeline, chunk, first_layer in self._ranks.chunks():
             for name, stored in self._ranks.parameters(pipeline, chunk, first_layer):
@@ -99,6 +101,12 @@ class LegacyStore:
             (_, first), parts = stored.shards[0], len(stored.shards)
             shape = list(first.shape)
             cut = _cut_of(name, stored)
+            axes = {_Cut.WHOLE: 0, _Cut.COLUMNS: 2}.get(cut, 1)
+            if len(shape) < axes:
+                raise ValueError(
+                    f"{stored.shards[0][0]}: {name} has the shape {shape}, and tensor-parallel ranks cut it along axis "
+                    f"{axes - 1}: the file was edited; restore it from a copy"
+                )
             if cut in (_Cut.ROWS, _Cut.HALVES):
                 shape[0] *= parts
             elif cut is _Cut.COLUMNS:
@@ -112,12 +120,17 @@ class _Ranks:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files = self._opened()
-        self._args = next(iter(self._files.values())).args
+        self.args = next(iter(self._files.values())).args
         names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
         self._tensor, self._pipeline, self._expert = (
             self._asked(1 + max(place[axis] for place in self._files), name) for axis, name in enumerate(names)
         )
-        self._expert_tensor = int(self._args.get("expert_tensor_parallel_size") or self._tensor)
+        self._expert_tensor = self.args.get("expert_tensor_parallel_size") or self._tensor
+        if not isinstance(self._expert_tensor, int):
+            raise ValueError(
+                f"{self._folder}: its own arguments say expert_tensor_parallel_size={self._expert_tensor!r}, which is "
+                "no number of ranks: restore the folder from a copy"
+            )
         self._require_complete()
 
     def chunks(self) -> Iterator[tuple[int, int, int]]:
@@ -132,7 +145,7 @@ class _Ranks:
         for chunk, pipeline in itertools.product(range(stages.pop()), range(self._pipeline)):
             yield pipeline, chunk, first_layer
             first_layer += self._layers(pipeline, chunk)
-        asked = self._args.get("num_layers")
+        asked = self.args.get("num_layers")
         if isinstance(asked, int) and asked != first_layer:
             raise ValueError(
                 f"{self._folder} holds {first_layer} layers, and its own arguments say num_layers={asked}: it was "
@@ -170,7 +183,7 @@ class _Ranks:
         return {_place(place, lone): file for place, file in numbers.items()}
 
     def _asked(self, found: int, name: str) -> int:
-        asked = self._args.get(name)
+        asked = self.args.get(name)
         if not isinstance(asked, int) or asked == found:
             return found
         if asked < found:

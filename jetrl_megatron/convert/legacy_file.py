@@ -132,6 +132,8 @@ def _parameters(path: Path, model: Any) -> dict[str, torch.Tensor]:
         raise ValueError(f'{path}: "model" is a {type(model).__name__}, not a dict of tensors: save the state_dict')
     parameters = {}
     for name, value in model.items():
+        if not isinstance(name, str):
+            raise ValueError(f'{path}: "model" has the key {name!r}, not a parameter\'s name: save the state_dict')
         if isinstance(value, dict):
             raise ValueError(
                 f'{path}: "{name}" is a dict inside the model, as Megatron-LM saved before Megatron-core: convert the '

@@ -66,6 +66,8 @@ class HfMapping:
 
     Attributes:
         num_layers: decoder layers.
+        latent: whether attention is latent, so that heads are no rows of linear_qkv.
+        zero_centered_norms: whether norms store their weights less one.
 
     Raises:
         ValueError: the model is of a family that the converter does not know.
@@ -79,6 +81,8 @@ class HfMapping:
             self._registry: Any = bridge._model_bridge.mapping_registry()
             provider: Any = bridge.to_megatron_provider(load_weights=False)
         self.num_layers: int = provider.num_layers
+        self.latent = bool(getattr(hf.config, "kv_lora_rank", None))
+        self.zero_centered_norms = bool(provider.layernorm_zero_centered_gamma)
         self._heads: int = provider.num_attention_heads
         self._groups: int = provider.num_query_groups or provider.num_attention_heads
         self._head_dim: int = provider.kv_channels or provider.hidden_size // provider.num_attention_heads

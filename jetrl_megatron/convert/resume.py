@@ -19,7 +19,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -130,6 +130,11 @@ class WorkFolder:
         """Whether this is another job than the one that the folder was opened for."""
         return self._saved_job() != dict(job)
 
+    def keep_only(self, names: Collection[str]) -> None:
+        """Removes all but these files from what becomes `out`."""
+        for path in [path for path in self.export.iterdir() if path.name not in names]:
+            _remove(path)
+
     def publish(self) -> None:
         """Gives the export its name and removes the working folder. Rank 0 alone calls it."""
         replaced = self._replaced
@@ -148,6 +153,8 @@ class WorkFolder:
     def discard(self) -> None:
         """Removes the working folder, if this process has locked it."""
         if self._lock is not None:
+            # First, as in `_empty`: what a kill leaves is then no job that looks finished.
+            (self.folder / _JOB).unlink(missing_ok=True)
             shutil.rmtree(self.folder, ignore_errors=True)
             self.close()
 
@@ -189,11 +196,8 @@ class WorkFolder:
     def _empty(self) -> None:
         # The job file goes first: without it nothing else here counts.
         (self.folder / _JOB).unlink(missing_ok=True)
-        for path in list(self.folder.iterdir()):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            elif path.name != _LOCK:
-                path.unlink()
+        for path in [path for path in self.folder.iterdir() if path.name != _LOCK]:
+            _remove(path)
 
 
 class Journal:
@@ -269,6 +273,13 @@ class Committer:
         if names:
             self._files.sync(names)
             self._journal.add(names)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _whole_lines(path: Path) -> list[str]:

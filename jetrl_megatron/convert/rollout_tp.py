@@ -111,7 +111,8 @@ class _Model:
         if not self.experts or dense_among_moe:
             yield "", int(self.ffn), "mlp"
         if self.experts:
-            yield "experts' ", int(self.expert_ffn), "mlp.experts"
+            # One stands for all: engines make one layer of them, and a recipe that parts them is refused elsewhere.
+            yield "experts' ", int(self.expert_ffn), "mlp.experts.local_experts.0"
         if self.experts and self.shared_ffn:
             yield "shared experts' ", self.shared_ffn, "mlp.shared_experts"
 

@@ -32,23 +32,26 @@ def read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{path} has no config.json: name the folder of a Hugging Face model")
-    return _read_object(file, "a model's configuration")
+    return read_object(file, "a model's configuration")
 
 
 def read_index(folder: Path) -> dict[str, Any] | None:
     """The index of a Hugging Face folder; None where there is none.
 
     Raises:
-        ValueError: it is no JSON object with a "weight_map" from tensor names to file names.
+        ValueError: it is no JSON object with a "weight_map" from tensor names to file names, or its "metadata" is none.
     """
     file = folder / INDEX
     if not file.is_file():
         return None
-    index = _read_object(file, "an index")
+    index = read_object(file, "an index")
     names = index.get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f'{file} has no "weight_map" that names a file for each tensor: export the folder again')
-    return index
+    metadata = index.get("metadata") or {}
+    if not isinstance(metadata, dict):
+        raise ValueError(f'{file}: "metadata" is {metadata!r}, not an object: export the folder again')
+    return {**index, "metadata": metadata}
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -103,7 +106,15 @@ def headers_of(file: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{file} is damaged: {error}; copy or export it again") from error
 
 
-def _read_object(file: Path, what: str) -> dict[str, Any]:
+def read_object(file: Path, what: str) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Args:
+        what: it is, for the error.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

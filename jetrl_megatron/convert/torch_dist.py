@@ -13,7 +13,7 @@ import math
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ _NOT_THE_MODEL = re.compile(r"^(optimizer|chained_\d+|opt_param_scheduler|rng_st
 _STACKED_LAYERS = re.compile(r"^(.*\blayers)\.(?!\d+\.)(.+)$")
 _STACKED_EXPERTS = re.compile(r"^(.*\.experts)\.experts\.(?!\d+\.)(.+)$")
 
+type _Box = tuple[tuple[int, ...], tuple[int, ...]]
+
 
 class TorchDistStore:
     """A folder in the torch_dist format.
@@ -80,8 +82,8 @@ class TorchDistStore:
         }
         if not self._tensors:
             raise ValueError(f"{folder} holds no model tensor: pass a checkpoint that was saved with the model")
-        self._check_files()
         self._chunks = {key: _by_index(entry, _template(key)[1]) for key, entry in self._tensors.items()}
+        self._check_files()
         self.parameters = sorted(self._unstacked(), key=by_layer)
 
     def read(self, parameter: Parameter) -> torch.Tensor:
@@ -121,10 +123,17 @@ class TorchDistStore:
     def _check_files(self) -> None:
         needed: dict[str, int] = {}
         for key, entry in self._tensors.items():
-            if sum(math.prod(chunk.sizes) for chunk in entry.chunks) < math.prod(entry.size):
+            if not isinstance(entry.properties.dtype, torch.dtype):
                 raise ValueError(
-                    f"{self._folder / INDEX}: the shards of {key} do not cover its {list(entry.size)} elements: the "
-                    "checkpoint was saved incompletely; convert another iteration"
+                    f"{self._folder / INDEX}: the dtype of {key} is {entry.properties.dtype!r}, which is none: the "
+                    "index is damaged; restore it from a copy, or convert another iteration"
+                )
+            groups = self._chunks[key]
+            if not _fill(entry.size, [entry.chunks] if groups is None else groups.values()):
+                # What no shard fills would be whatever lies in memory.
+                raise ValueError(
+                    f"{self._folder / INDEX}: the shards of {key} do not cover its {list(entry.size)} elements, each "
+                    "once: the checkpoint was saved incompletely; convert another iteration"
                 )
             for chunk in entry.chunks:
                 info = self._metadata.storage_data[MetadataIndex(key, chunk.offsets)]
@@ -158,6 +167,33 @@ def _by_index(entry: TensorStorageMetadata, stacked: int) -> dict[tuple[int, ...
     for chunk in entry.chunks:
         chunks[tuple(chunk.offsets[:stacked])].append(chunk)
     return chunks
+
+
+def _fill(size: Sequence[int], groups: Iterable[Sequence[ChunkStorageMetadata]]) -> bool:
+    """Whether chunks fill a tensor without overlapping; copies of one chunk count once.
+
+    Args:
+        groups: chunks, of which those of two groups do not overlap.
+    """
+    filled = 0
+    for chunks in groups:
+        boxes = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks}
+        filled += sum(math.prod(sizes) for _, sizes in boxes)
+        inside = all(_inside(size, box) for box in boxes)
+        if not inside or any(_overlap(*pair) for pair in itertools.combinations(boxes, 2)):
+            return False
+    return filled == math.prod(size)
+
+
+def _inside(size: Sequence[int], box: _Box) -> bool:
+    return all(0 <= start <= start + length <= whole for start, length, whole in zip(*box, size, strict=True))
+
+
+def _overlap(box: _Box, other: _Box) -> bool:
+    return all(
+        start < other_start + other_length and other_start < start + length
+        for start, length, other_start, other_length in zip(*box, *other, strict=True)
+    )
 
 
 class _IndexUnpickler(pickle.Unpickler):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.bench_convert import TINY, write_checkpoint, write_config
+from jetrl_megatron.cli import main
 
 
 def make_source(root: Path) -> tuple[Path, Path]:
@@ -17,3 +18,8 @@ def make_source(root: Path) -> tuple[Path, Path]:
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def command(source: Path, hf: Path, out: Path, *options: str) -> int:
+    """The status of `jetrl convert`."""
+    return main(["convert", str(source), str(out), "--hf-config", str(hf), *options])

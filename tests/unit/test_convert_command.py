@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import random
@@ -20,7 +21,7 @@ from jetrl_megatron.convert import stream
 from jetrl_megatron.convert.export import convert_checkpoint
 from jetrl_megatron.convert.files import TensorFiles, lay_out
 from jetrl_megatron.convert.plan import TensorSpec
-from tests.unit.convert_cases import contents, make_source
+from tests.unit.convert_cases import command, contents, make_source
 
 type Made = tuple[Path, Path, Path]
 
@@ -31,10 +32,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     root = tmp_path_factory.mktemp("command")
     source, hf = make_source(root)
     return source, hf, convert_checkpoint(source, root / "out", hf_config=hf)
-
-
-def command(source: Path, hf: Path, out: Path, *options: str) -> int:
-    return main(["convert", str(source), str(out), "--hf-config", str(hf), *options])
 
 
 def test_weight_files_are_those_of_safetensors_exact(tmp_path: Path) -> None:
@@ -164,6 +161,33 @@ def test_foreign_configuration_is_a_named_error(
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+def test_unknown_model_is_an_error_without_a_question(
+    tmp_path: Path, made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def answer(question: str = "") -> str:
+        asked.append(question)
+        return "n"
+
+    monkeypatch.setattr("builtins.input", answer)
+    (tmp_path / "hf").mkdir()
+    fields = {"model_type": "nope", "auto_map": {"AutoConfig": "nope.Config"}, "architectures": ["NopeForCausalLM"]}
+    (tmp_path / "hf/config.json").write_text(json.dumps(fields))
+    (tmp_path / "hf/nope.py").write_text("raise SystemExit('run')")
+    assert command(made[0], tmp_path / "hf", tmp_path / "out") == 2
+    assert "config.json makes no model" in capsys.readouterr().err and not asked
+
+
+@pytest.mark.parametrize("recipe", ['{"block": "128"}', '{"ignore": 5}', '{"element_max": null}'])
+def test_recipe_file_of_other_types_is_a_named_error(
+    tmp_path: Path, made: Made, capsys: pytest.CaptureFixture[str], recipe: str
+) -> None:
+    (tmp_path / "recipe.json").write_text(recipe)
+    assert command(made[0], made[1], tmp_path / "out", "--recipe", str(tmp_path / "recipe.json")) == 2
+    assert re.search(r"jetrl: error: \w+=.* must be a ", capsys.readouterr().err)
+
+
 def test_bf16_layers_are_first_and_last(tmp_path: Path, made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     source, hf, _ = made
     assert command(source, hf, tmp_path / "out", "--bf16-layers", "1/0") == 0
@@ -188,42 +212,6 @@ def test_dry_run_prints_the_plan_and_writes_nothing(
     assert ["model.layers.*.mlp.down_proj.weight", "1", "BF16", "256x384", "0.197"] in lines
     assert ["model.layers.*.mlp.down_proj.weight_scale_inv", "1", "F32", "2x3", "0.000"] in lines
     assert "stays BF16: model.layers.1.mlp.down_proj" in text and "rollout TP that vLLM can serve: 1\n" in text
-
-
-def test_verify_names_a_changed_byte(tmp_path: Path, made: Made, capsys: pytest.CaptureFixture[str]) -> None:
-    source, hf, expected = made
-    out = Path(shutil.copytree(expected, tmp_path / "out"))
-    weights = bytearray((out / "model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (out / "model.safetensors").write_bytes(weights)
-    assert command(source, hf, out, "--verify") == 1
-    # The last codes in the file are those of the name that sorts last.
-    assert capsys.readouterr().out == "model.layers.1.self_attn.v_proj.weight: 1 bytes differ from the source's\n"
-    shutil.copy(expected / "model.safetensors", out)
-    capsys.readouterr()
-    assert command(source, hf, out, "--verify") == 0
-    assert "every byte is what the source makes" in capsys.readouterr().out
-    assert command(source, hf, out, "--verify", "--scale-format", "fp32") == 1
-    assert "config.json: jetrl is" in capsys.readouterr().out
-
-
-def test_verify_keeps_a_wrong_export_from_appearing(
-    tmp_path: Path, made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source, hf, _ = made
-    write = TensorFiles.write
-
-    def faulty(self: TensorFiles, name: str, tensor: torch.Tensor, first_row: int = 0) -> None:
-        if name.endswith("1.mlp.up_proj.weight"):
-            tensor = tensor.clone()
-            tensor.view(torch.uint8)[0, 0] ^= 8
-        write(self, name, tensor, first_row)
-
-    monkeypatch.setattr(TensorFiles, "write", faulty)
-    assert command(source, hf, tmp_path / "out", "--verify") == 2
-    error = capsys.readouterr().err
-    assert "model.layers.1.mlp.up_proj.weight: " in error and "out was not made" in error
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -284,6 +272,31 @@ def _wrong_dtype(folder: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(index))
 
 
+def _dtype_in_words(folder: Path) -> None:
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    properties = index.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].properties
+    object.__setattr__(properties, "dtype", "bfloat16")
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def _one_shard_twice(folder: Path) -> None:
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    chunks = index.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks
+    chunks[1] = chunks[0]
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def _overlapping_shards(folder: Path) -> None:
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    name = "embedding.word_embeddings.weight"
+    chunks = index.state_dict_metadata[name].chunks
+    moved = dataclasses.replace(chunks[1], offsets=torch.Size([chunks[1].offsets[0] - 1, 0]))
+    stored = next(place for place in index.storage_data if (place.fqn, place.offset) == (name, chunks[1].offsets))
+    index.storage_data[dataclasses.replace(stored, offset=moved.offsets)] = index.storage_data.pop(stored)
+    chunks[1] = moved
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
 def _index_of_another_place(folder: Path) -> None:
     index = pickle.loads((folder / ".metadata").read_bytes())
     places = list(index.storage_data)
@@ -303,6 +316,9 @@ def _index_of_another_place(folder: Path) -> None:
         (_foreign_index, r"index"),
         (_text_index, r"\.metadata is no index"),
         (_wrong_dtype, r"linear_fc2\.weight is stored as torch\.int8"),
+        (_dtype_in_words, r"the dtype of decoder\.layers\.mlp\.linear_fc2\.weight is 'bfloat16', which is none"),
+        (_one_shard_twice, r"the shards of decoder\.layers\.mlp\.linear_fc2\.weight do not cover its \[2, 256, 384\]"),
+        (_overlapping_shards, r"the shards of embedding\.word_embeddings\.weight do not cover its \[512, 256\]"),
         (_index_of_another_place, r"(final_layernorm|word_embeddings)\.weight cannot be read"),
     ],
 )

@@ -154,9 +154,31 @@ def _of_another_layout(content: dict[str, Any]) -> None:
     content["args"].tensor_model_parallel_size = 1
 
 
+def _without_columns(content: dict[str, Any]) -> None:
+    content["model"]["decoder.layers.0.self_attention.linear_proj.weight"] = torch.zeros(5)
+
+
+def _without_axes(content: dict[str, Any]) -> None:
+    content["model"]["output_layer.weight"] = torch.zeros(())
+
+
+def _expert_tp_in_words(content: dict[str, Any]) -> None:
+    content["args"].expert_tensor_parallel_size = "two"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (
+            _without_columns,
+            r"mp_rank_00/model_optim_rng\.pt: decoder\.layers\.0\..*linear_proj\.weight has the shape \[5\]",
+        ),
+        (
+            _without_axes,
+            r"mp_rank_00/model_optim_rng\.pt: output_layer\.weight has the shape \[\], and .* along axis 0",
+        ),
+        (_expert_tp_in_words, r"its own arguments say expert_tensor_parallel_size='two', which is no number of ranks"),
+        (lambda content: content["model"].update({5: torch.zeros(1)}), r'"model" has the key 5, not a parameter'),
         (_diverged, r"final_layernorm\.weight differs between .*mp_rank_00/.* and .*mp_rank_01/.*drifted apart"),
         (_without_one, r"have different parameters, decoder\.layers\.1\.self_attention\.linear_qkv\.bias"),
         (_another_width, r"output_layer\.weight has other shapes on one rank"),
@@ -172,7 +194,8 @@ def test_ranks_that_do_not_fit_are_refused(
 ) -> None:
     folder = save(tmp_path / "ck", Layout(tp=2))
     # Both ranks where one alone would be told apart by its names.
-    both = change in (_as_before_core, _in_one_tensor, _of_another_layout)
+    alone = (_as_before_core, _in_one_tensor, _of_another_layout, _without_columns, _without_axes, _expert_tp_in_words)
+    both = change in alone
     for path in sorted(folder.iterdir())[0 if both else 1 :]:
         edit(path, change)
     with pytest.raises(ValueError, match=message):

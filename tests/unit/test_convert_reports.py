@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -229,3 +231,37 @@ def test_a_checkpoint_in_float32_gives_the_bytes_of_its_bfloat16_exact(tmp_path:
     for name, tensor in bf16.items():
         assert master[name].dtype == tensor.dtype, name
         assert torch.equal(master[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({}, None),
+        ({"num_attention_heads": 8, "kv_channels": 32, "apply_layernorm_1p": False, "num_query_groups": 1}, None),
+        ({"num_attention_heads": 8, "group_query_attention": True, "num_query_groups": 4}, None),
+        ({"num_attention_heads": 4}, r"num_attention_heads=4, and the Hugging Face model has 8"),
+        ({"kv_channels": 64}, r"kv_channels=64, and the Hugging Face model has 32"),
+        (
+            {"group_query_attention": True, "num_query_groups": 2},
+            r"num_query_groups=2, and the Hugging Face model has 4",
+        ),
+        ({"apply_layernorm_1p": True}, r"apply_layernorm_1p=True, and the Hugging Face model has False"),
+    ],
+)
+def test_heads_and_norms_of_another_model_are_refused(
+    tmp_path: Path, said: dict[str, Any], message: str | None
+) -> None:
+    """Four heads of 64 in two groups have as many rows as eight of 32 in four, and no shape tells them apart."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "hidden_size": 256}
+    config = LlamaConfig(**{**SMALL, **heads}, tie_word_embeddings=False)
+    config.save_pretrained(tmp_path / "hf")
+    fields = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "hf/config.json").write_text(json.dumps(fields | {"architectures": ["LlamaForCausalLM"]}))
+    parameters = megatron_parameters(matrices(config, bias=False), config, fused=False)
+    file = save_legacy(tmp_path / "ck", parameters, config, Layout()) / "mp_rank_00/model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    vars(content["args"]).update(said)
+    torch.save(content, file)
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        convert_checkpoint(tmp_path / "ck", tmp_path / "out", hf_config=tmp_path / "hf")
+    assert (tmp_path / "out").exists() == (message is None)

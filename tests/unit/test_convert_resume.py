@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -194,6 +195,61 @@ def test_conversion_killed_after_the_last_rename_is_complete(
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and contents(tmp_path / "out") == expected
     with pytest.raises(ValueError, match="out exists"):
         convert_checkpoint(source, tmp_path / "out", hf_config=hf, **SHARDS)
+
+
+def tokenizers(root: Path) -> tuple[Path, Path]:
+    """Two folders with a tokenizer of different files."""
+    for name, files in (("first", ("tokenizer.json", "merges.txt")), ("second", ("tokenizer.json", "vocab.txt"))):
+        (root / name).mkdir()
+        for file in files:
+            (root / name / file).write_text(name)
+    return root / "first", root / "second"
+
+
+def test_conversion_goes_on_with_another_tokenizer_alone(
+    tmp_path: Path, made: tuple[Path, Path, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, hf, expected = made
+    first, second = tokenizers(tmp_path)
+
+    def stop(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    # Once before the rename, once after it, when only the working folder was left.
+    for name, step in (("before", "publish"), ("after", "discard")):
+        with monkeypatch.context() as patch:
+            patch.setattr(WorkFolder, step, stop)
+            with pytest.raises(KeyboardInterrupt):
+                convert_checkpoint(source, tmp_path / name, hf_config=hf, tokenizer_from=first, **SHARDS)
+    convert_checkpoint(source, tmp_path / "before", hf_config=hf, tokenizer_from=second, **SHARDS)
+    assert contents(tmp_path / "before") == expected | {"tokenizer.json": b"second", "vocab.txt": b"second"}
+    with pytest.raises(ValueError, match="after exists"):
+        convert_checkpoint(source, tmp_path / "after", hf_config=hf, tokenizer_from=second, **SHARDS)
+    convert_checkpoint(source, tmp_path / "after", hf_config=hf, tokenizer_from=second, force=True, **SHARDS)
+    assert contents(tmp_path / "after") == contents(tmp_path / "before")
+
+
+def test_conversion_killed_while_it_removes_its_work_is_not_taken_for_finished(
+    tmp_path: Path, made: tuple[Path, Path, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, hf, expected = made
+    convert_checkpoint(source, tmp_path / "out", hf_config=hf, recipe=Fp8BlockRecipe(scale_format="fp32"))
+    remove = shutil.rmtree
+
+    def half(folder: Path, *arguments: Any, **options: Any) -> None:
+        remove(folder / "export")
+        raise KeyboardInterrupt
+
+    def faulty(*arguments: Any) -> None:
+        raise ValueError("a fault")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "write_beside", faulty)
+        patch.setattr(shutil, "rmtree", half)
+        with pytest.raises(KeyboardInterrupt):
+            convert_checkpoint(source, tmp_path / "out", hf_config=hf, force=True, **SHARDS)
+    convert_checkpoint(source, tmp_path / "out", hf_config=hf, force=True, **SHARDS)
+    assert contents(tmp_path / "out") == expected
 
 
 def test_conversion_begins_anew_over_a_damaged_work_folder(

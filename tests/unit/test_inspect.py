@@ -168,6 +168,10 @@ def foreign(folder: Path, tensors: Tensors, quantization: dict[str, Any] | None)
 
 CODES = torch.ones(300, 256).to(torch.float8_e4m3fn)
 BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+BLOCKS_OF_COMPRESSED_TENSORS = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"weights": {"strategy": "block", "block_structure": [128, 128]}}},
+}
 
 
 @pytest.mark.parametrize(
@@ -181,6 +185,7 @@ BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         ("weight_scale", torch.ones(300, 1).bfloat16(), {"quant_method": "compressed-tensors"}, "channel"),
         ("weight_scale", torch.ones(1), {"quant_method": "fp8", "activation_scheme": "static"}, "tensor"),
         ("weight_scale", torch.ones(()), {"quant_method": "modelopt"}, "tensor"),
+        ("weight_scale", torch.ones(3, 2).bfloat16(), BLOCKS_OF_COMPRESSED_TENSORS, "tile"),
     ],
 )
 def test_inspect_reads_checkpoints_of_others(
@@ -217,6 +222,11 @@ def test_inspect_reads_checkpoints_of_others(
             {**BLOCK, "weight_block_size": [128]},
             "weight_block_size is [128], not [rows, columns]",
         ),
+        (
+            {"a.weight": CODES.flatten(), "a.weight_scale": torch.ones(3)},
+            {"quant_method": "fp8"},
+            "grid 3 does not fit",
+        ),
     ],
 )
 def test_inspect_names_contradictions_of_others(
@@ -224,6 +234,27 @@ def test_inspect_names_contradictions_of_others(
 ) -> None:
     found = inspect_folder(foreign(tmp_path / "out", tensors, quantization))
     assert any(fault in line for line in found.faults), found.faults
+
+
+def test_inspect_takes_the_scales_of_fp4_weights_for_scales(tmp_path: Path) -> None:
+    tensors = {
+        "a.weight": torch.zeros(256, 64, dtype=torch.uint8),
+        "a.weight_scale": torch.ones(256, 8).to(torch.float8_e4m3fn),
+        "a.weight_scale_2": torch.ones(()),
+    }
+    assert inspect_folder(foreign(tmp_path / "out", tensors, {"quant_method": "modelopt"})).faults == ()
+
+
+@pytest.mark.parametrize("place", ["hf_quant_config.json", "text_config"])
+def test_inspect_finds_the_quantisation_elsewhere(tmp_path: Path, place: str) -> None:
+    folder = foreign(tmp_path / "out", {"a.weight": CODES, "a.weight_scale_inv": torch.ones(3, 2)}, None)
+    if place == "text_config":
+        (folder / "config.json").write_text(json.dumps({"text_config": {"quantization_config": BLOCK}}))
+    else:
+        quantization = {"quant_algo": "FP8_PB_WO", "weight_block_size": [128, 128]}
+        (folder / place).write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": quantization}))
+    found = inspect_folder(folder)
+    assert found.faults == () and found.grids["a.weight"].kind == "tile"
 
 
 def test_inspect_refuses_what_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,6 +269,9 @@ def test_inspect_refuses_what_is_no_model(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / INDEX).write_text('{"weight_map": {"a": 1}}')
     assert main(["inspect", str(tmp_path)]) == 2
     assert 'has no "weight_map"' in capsys.readouterr().err
+    (tmp_path / INDEX).write_text('{"weight_map": {}, "metadata": [1]}')
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert '"metadata" is [1], not an object' in capsys.readouterr().err
 
 
 def test_inspect_accepts_any_scale_of_the_other_recipe(tmp_path: Path) -> None:

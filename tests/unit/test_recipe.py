@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -84,6 +85,28 @@ def test_recipe_quantizes_by_layer_number_and_whole_names():
     assert chosen == [False] + [True] * 9 + [False] * 2
     assert not recipe.quantizes("decoder.layers.5.mlp.linear_fc2", 12)
     assert recipe.quantizes("mtp.layers.0.mlp.linear_fc1", 12)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block", "128"),
+        ("block", 128.0),
+        ("block", True),
+        ("element_max", None),
+        ("num_layers_at_start_in_bf16", "1"),
+        ("num_layers_at_end_in_bf16", 0.5),
+        ("ignore", 5),
+        ("ignore", [1]),
+    ],
+)
+def test_recipe_field_of_another_type_raises(field, value):
+    with pytest.raises(ValueError, match=f"^{field}={re.escape(repr(value))} must be a "):
+        Fp8BlockRecipe(**{field: value})
+
+
+def test_recipe_number_has_one_fingerprint():
+    assert Fp8BlockRecipe.from_dict({"element_max": 448, "ue8m0_weight_max": 464}).fingerprint == JETRL_FP8.fingerprint
 
 
 def test_recipe_ignore_given_as_string_raises():

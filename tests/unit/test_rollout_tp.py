@@ -130,6 +130,15 @@ def test_check_rollout_tp_ignores_linears_that_stay_bf16() -> None:
     assert legal_sizes(QWEN2_HALF_B, all_layers) == [1, 2]
 
 
+@pytest.mark.parametrize("pattern", ["*.mlp.experts.*", "*.local_experts.*", "*.experts.local_experts.*.linear_fc?"])
+def test_check_rollout_tp_knows_experts_by_the_names_of_their_linears(pattern: str) -> None:
+    sizes = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+    experts = {"num_experts": 8, "moe_intermediate_size": 768, "intermediate_size": 6144, "num_hidden_layers": 2}
+    check_rollout_tp({**sizes, **experts}, 4, Fp8BlockRecipe(ignore=(pattern,)))
+    with pytest.raises(ValueError, match="768 / 4 = 192"):
+        check_rollout_tp({**sizes, **experts}, 4, JETRL_FP8)
+
+
 def test_check_rollout_tp_reads_the_text_part_of_a_multimodal_configuration() -> None:
     with pytest.raises(ValueError, match="896 / 2 = 448"):
         check_rollout_tp({"text_config": QWEN2_HALF_B, "hidden_size": 1024}, 2, JETRL_FP8)
