@@ -18,6 +18,7 @@ import pstats
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -111,8 +112,8 @@ def _kill(run: Run, model: Model, folder: Path, parameters: int) -> None:
             except subprocess.TimeoutExpired:
                 process.kill()
                 kills += 1
-        # A killed one must not have shown anything under the final name; one that was quicker than its end has done so.
-        require(out.exists() == (process.returncode == 0), f"status {process.returncode}, {out} exists: {out.exists()}")
+        require(process.returncode in (0, -signal.SIGKILL), f"the conversion ended with status {process.returncode}")
+        # Nothing but the whole export may ever be there, also where a kill met a process that was done.
         if out.exists():
             require(_digests(out) == expected, f"after {kills} kills the bytes are others")
             if kills < run.options.kills:
