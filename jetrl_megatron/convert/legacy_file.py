@@ -64,9 +64,22 @@ def open_rank_file(path: Path) -> RankFile:
         raise ValueError(
             f"{path} holds {type(content).__name__} and no checkpoint: pass a folder that Megatron-LM saved"
         )
-    args = content.get("args")
     chunks = tuple(_parameters(path, content[key]) for key in _stages(path, content))
-    return RankFile(path, chunks, vars(args) if isinstance(args, argparse.Namespace) else {})
+    return RankFile(path, chunks, _arguments(content))
+
+
+def stored_arguments(path: Path) -> Mapping[str, Any]:
+    """The training run's arguments in a file that torch.save wrote; empty where it has none, or is not there.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    return _arguments(_load(path)) if path.is_file() else {}
+
+
+def _arguments(content: Any) -> Mapping[str, Any]:
+    args = content.get("args") if isinstance(content, dict) else None
+    return vars(args) if isinstance(args, argparse.Namespace) else {}
 
 
 def release(tensor: torch.Tensor) -> None:

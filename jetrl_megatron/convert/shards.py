@@ -24,7 +24,7 @@ class ShardedCheckpoint:
     Attributes:
         folder: the checkpoint's own folder.
         parameters: the model's parameters, layer after layer; optimizer state and extra state are left out.
-        arguments: of the training run, which legacy checkpoints carry; else {}.
+        arguments: of the training run, where it saved them; else {}.
 
     Raises:
         ValueError: the folder is no checkpoint, or a file that a parameter lies in is missing, foreign or too short.
@@ -35,7 +35,7 @@ class ShardedCheckpoint:
         torch_dist = (self.folder / INDEX).is_file()
         self._store = TorchDistStore(self.folder) if torch_dist else LegacyStore(self.folder)
         self.parameters = self._store.parameters
-        self.arguments = self._store.arguments if isinstance(self._store, LegacyStore) else {}
+        self.arguments = self._store.arguments
 
     def read(self, parameter: Parameter) -> torch.Tensor:
         """The whole parameter, whatever ranks saved it: `parameter.dtype` and `parameter.shape`, on the CPU.

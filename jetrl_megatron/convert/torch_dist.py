@@ -24,11 +24,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from jetrl_megatron.convert.legacy_file import unread
+from jetrl_megatron.convert.legacy_file import stored_arguments, unread
 from jetrl_megatron.convert.parameters import Parameter, by_layer, canonical_name
 
 INDEX = ".metadata"
 """Name of the index; a folder that holds one is a checkpoint in this format."""
+
+# What ranks have in common and is no tensor; Megatron-LM's arguments are in it.
+_COMMON = "common.pt"
 
 # Classes and functions that an index is made of, by module.
 _OF_AN_INDEX = {
@@ -65,6 +68,7 @@ class TorchDistStore:
 
     Attributes:
         parameters: the model's parameters, layer after layer; optimizer state and extra state are left out.
+        arguments: of the training run, where it saved them.
 
     Raises:
         ValueError: the index is none, or a file that a parameter lies in is missing or too short.
@@ -85,6 +89,7 @@ class TorchDistStore:
         self._chunks = {key: _by_index(entry, _template(key)[1]) for key, entry in self._tensors.items()}
         self._check_files()
         self.parameters = sorted(self._unstacked(), key=by_layer)
+        self.arguments = stored_arguments(folder / _COMMON)
 
     def read(self, parameter: Parameter) -> torch.Tensor:
         """The whole parameter, whatever ranks saved it.

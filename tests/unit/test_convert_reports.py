@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import math
@@ -248,8 +249,9 @@ def test_a_checkpoint_in_float32_gives_the_bytes_of_its_bfloat16_exact(tmp_path:
         ({"apply_layernorm_1p": True}, r"apply_layernorm_1p=True, and the Hugging Face model has False"),
     ],
 )
+@pytest.mark.parametrize("torch_dist", [False, True], ids=["legacy", "torch_dist"])
 def test_heads_and_norms_of_another_model_are_refused(
-    tmp_path: Path, said: dict[str, Any], message: str | None
+    tmp_path: Path, torch_dist: bool, said: dict[str, Any], message: str | None
 ) -> None:
     """Four heads of 64 in two groups have as many rows as eight of 32 in four, and no shape tells them apart."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "hidden_size": 256}
@@ -258,10 +260,14 @@ def test_heads_and_norms_of_another_model_are_refused(
     fields = json.loads((tmp_path / "hf/config.json").read_text())
     (tmp_path / "hf/config.json").write_text(json.dumps(fields | {"architectures": ["LlamaForCausalLM"]}))
     parameters = megatron_parameters(matrices(config, bias=False), config, fused=False)
-    file = save_legacy(tmp_path / "ck", parameters, config, Layout()) / "mp_rank_00/model_optim_rng.pt"
-    content = torch.load(file, weights_only=False)
-    vars(content["args"]).update(said)
-    torch.save(content, file)
+    if torch_dist:
+        save_torch_dist(tmp_path / "ck", parameters, config, Layout())
+        torch.save({"args": argparse.Namespace(**said), "iteration": 3}, tmp_path / "ck/common.pt")
+    else:
+        file = save_legacy(tmp_path / "ck", parameters, config, Layout()) / "mp_rank_00/model_optim_rng.pt"
+        content = torch.load(file, weights_only=False)
+        vars(content["args"]).update(said)
+        torch.save(content, file)
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
         convert_checkpoint(tmp_path / "ck", tmp_path / "out", hf_config=tmp_path / "hf")
     assert (tmp_path / "out").exists() == (message is None)
