@@ -81,7 +81,8 @@ class LegacyStore:
         """The whole parameter, in memory of its own.
 
         Raises:
-            ValueError: ranks that hold the same disagree.
+            ValueError: tensor-parallel ranks that hold the same disagree. What expert-parallel ranks hold in common is
+                read from the first of them.
         """
         first, *others = (_assembled(parameter.name, stored) for stored in self._stored[parameter.name])
         for stored in self._stored[parameter.name]:
