@@ -39,6 +39,8 @@ ENGINE: dict[str, Any] = {
     "max_num_batched_tokens": 2048,
     "max_model_len": 1024,
     "kv_cache_memory_bytes": 2 << 30,
+    # What must be free at the start; the cache's size is given.
+    "gpu_memory_utilization": 0.3,
     "load_format": "dummy",
     "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from statistics import fmean as mean
 from typing import Any
 
@@ -80,14 +81,17 @@ class Run:
     def __init__(self, options: Options, deadline: float) -> None:
         self.options, self.deadline, self.clock = options, deadline, Clock()
         self.engine: LiveEngine | None = None
+        # Ranks wait for the engine here, for as long as it takes, and not on a GPU that it runs on.
+        self.waiting = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         if dist.get_rank() == 0:
             self.task = Task(options)
             # Before the model: vLLM takes its share of memory by what is free at its start.
             self.engine = start_engine(options, self.task.longest_prompt)
-        dist.barrier()
+        dist.barrier(self.waiting)
         self.policy = Policy(options, self.clock)
         self.source = self.policy.weight_source()
-        self.sender = JetRLWeightSynchronizer(self.source, receivers=options.tp)
+        own = {"senders": "all"} if torch.cuda.is_available() else {"receivers": options.tp}
+        self.sender = JetRLWeightSynchronizer(self.source, **own)
 
     def main(self) -> None:
         """Runs from the last checkpoint to the end, or to the deadline."""
@@ -181,7 +185,7 @@ class Run:
     def shared(self, value: Any) -> Any:
         """What rank 0 has, on every rank."""
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self.waiting)
         return box[0]
 
 

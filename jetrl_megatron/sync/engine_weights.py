@@ -30,6 +30,7 @@ _PLAIN_ON_GPU = ("UnquantizedLinearMethod",)
 _PLAIN_KERNELS = (
     "CutlassFp8BlockScaledMMKernel",
     "DeepGemmFp8BlockScaledMMKernel",
+    "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
     "TritonFp8BlockScaledMMKernel",
     "W8A8BlockLinear",
 )
@@ -328,6 +329,8 @@ def engine_problems(model: torch.nn.Module, recipe: Fp8BlockRecipe) -> list[str]
     powers_of_two = recipe.scale_format == "ue8m0"
     for name, layer in model.named_modules():
         kernel = getattr(getattr(layer, "quant_method", None), "fp8_linear", None)
+        # FlashInfer's leaves the weights to DeepGEMM's.
+        kernel = getattr(kernel, "fallback", kernel)
         rounds = getattr(kernel, "use_deep_gemm_e8m0", powers_of_two)
         if rounds != powers_of_two:
             return [

@@ -71,8 +71,8 @@ def receive_update(llm: Any, endpoints: Sequence[Message], timeout: float = TIME
     """Takes one update into a running engine; the trainer calls `JetRLWeightSynchronizer.update` at the same time.
 
     No step of the engine runs meanwhile, so no token is computed with weights of two versions. Keys and values of the
-    old version are dropped from the prefix cache. Requests under way go on with the new weights and their old keys and
-    values: drain or pause the engine where that is not wanted.
+    old version are dropped from the prefix cache, unless a request under way holds some: such a request goes on with
+    the new weights and its old keys and values, so drain or pause the engine where that is not wanted.
 
     Args:
         llm: `vllm.LLM`.
@@ -270,10 +270,12 @@ class _Update:
         """Makes everything as it was before."""
         if self._connection is not None:
             self._connection.fail(problems)
+        # First: a broadcast whose sender is gone keeps the GPU busy for ever, and what follows waits for the GPU.
+        self._stop_receiving(failed=True)
         weights = self._receiver.weights
         if self._begun and weights is not None:
             weights.roll_back()
-        self._end(failed=True)
+        self._close()
 
     def _together(self, action: Callable[[], list[str]]) -> list[str]:
         """Runs a step and waits for the other workers; returns the problems of all."""
@@ -356,15 +358,19 @@ class _Update:
             return list(dict.fromkeys(problem for outcome in outcomes for problem in outcome))
         weights.commit()
         self._receiver.version = self._version
+        # Before the sender hears of it and frees its slots, which torch keeps while somebody maps them.
+        self._stop_receiving(failed=False)
         with contextlib.suppress(WeightSyncError):
             connection.send("committed")
-        self._end(failed=False)
+        self._close()
         return []
 
-    def _end(self, *, failed: bool) -> None:
+    def _stop_receiving(self, *, failed: bool) -> None:
         if self._receiving is not None:
             self._receiving.end(failed=failed)
         if isinstance(self._receiving, GroupReceiving):
             self._receiver.group = self._receiving.group
+
+    def _close(self) -> None:
         if self._connection is not None:
             self._connection.close()

@@ -44,7 +44,7 @@ def home() -> Iterator[Path]:
 
 def start(home: Path, name: str, checkpoint: Path, arguments: dict[str, Any]) -> Process:
     cuda = DEVICE.type == "cuda"
-    memory = {"kv_cache_memory_bytes": 1 << 30} if cuda else {}
+    memory = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.3} if cuda else {}
     request = EngineRequest(
         checkpoint=str(checkpoint),
         recipe=JETRL_FP8.to_dict(),
