@@ -6,6 +6,9 @@ from pathlib import Path
 
 from benchmarks.bench_convert import TINY, write_checkpoint, write_config
 from jetrl_megatron.cli import main
+from jetrl_megatron.convert.export import convert_checkpoint
+
+type Made = tuple[Path, Path, Path]
 
 
 def make_source(root: Path) -> tuple[Path, Path]:
@@ -13,6 +16,12 @@ def make_source(root: Path) -> tuple[Path, Path]:
     write_checkpoint(root / "source", TINY)
     write_config(root / "hf", TINY)
     return root / "source", root / "hf"
+
+
+def make_export(root: Path) -> Made:
+    """Checkpoint, config.json and export."""
+    source, hf = make_source(root)
+    return source, hf, convert_checkpoint(source, root / "out", hf_config=hf)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

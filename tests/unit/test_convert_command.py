@@ -21,17 +21,13 @@ from jetrl_megatron.convert import stream
 from jetrl_megatron.convert.export import convert_checkpoint
 from jetrl_megatron.convert.files import TensorFiles, lay_out
 from jetrl_megatron.convert.plan import TensorSpec
-from tests.unit.convert_cases import command, contents, make_source
-
-type Made = tuple[Path, Path, Path]
+from tests.unit.convert_cases import Made, command, contents, make_export, make_source
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """Checkpoint, config.json and export."""
-    root = tmp_path_factory.mktemp("command")
-    source, hf = make_source(root)
-    return source, hf, convert_checkpoint(source, root / "out", hf_config=hf)
+    return make_export(tmp_path_factory.mktemp("command"))
 
 
 def test_weight_files_are_those_of_safetensors_exact(tmp_path: Path) -> None:

@@ -11,19 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from jetrl_megatron.convert.export import convert_checkpoint
 from jetrl_megatron.convert.files import TensorFiles
-from tests.unit.convert_cases import command, make_source
-
-type Made = tuple[Path, Path, Path]
+from tests.unit.convert_cases import Made, command, make_export, make_source
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """Checkpoint, config.json and export."""
-    root = tmp_path_factory.mktemp("verify")
-    source, hf = make_source(root)
-    return source, hf, convert_checkpoint(source, root / "out", hf_config=hf)
+    return make_export(tmp_path_factory.mktemp("verify"))
 
 
 def test_verify_names_a_changed_byte(tmp_path: Path, made: Made, capsys: pytest.CaptureFixture[str]) -> None:
