@@ -105,9 +105,9 @@ class Bench:
         name = f"{mode}{'' if graphs else '_eager'}"
         return self._start(name, dataclasses.asdict(request), environment)
 
-    def update(self, engine: Process, name: str, endpoints: Any) -> dict[str, Any]:
+    def update(self, engine: Process, endpoints: Any) -> dict[str, Any]:
         """One update; seconds, bytes, and peaks of extra memory on both sides."""
-        self.trainer.send("send", name=name)
+        self.trainer.send("send")
         engine.send("receive", endpoints=endpoints, timeout=TIMEOUT)
         received: int = engine.result()
         return {**self.trainer.result(), "received": received}
@@ -117,17 +117,17 @@ class Bench:
         options = self.run.options
         transport = "nccl" if self.layout == "nccl" else "auto"
         endpoints = self.trainer.ask(
-            "listen", name=name, bf16=bf16, transport=transport, timeout=TIMEOUT,
+            "listen", bf16=bf16, transport=transport, timeout=TIMEOUT,
             senders="all" if self.ranks > 1 and not self.run.dry else "first", bucket_bytes=options.bucket_mb << 20,
             address="tcp:127.0.0.1" if self.layout == "nccl" else "unix",
         )  # fmt: skip
-        first = self.update(engine, name, endpoints)
+        first = self.update(engine, endpoints)
         print(f"{name}: first update {first['seconds']:.3f} s", flush=True)
         measured = []
         for _ in range(options.updates):
             if not bf16:
                 self.trainer.ask("change")
-            measured.append(self.update(engine, name, endpoints))
+            measured.append(self.update(engine, endpoints))
         return measured
 
     def _start(self, name: str, request: dict[str, Any], environment: dict[str, str]) -> Process:
@@ -184,8 +184,8 @@ def check_without_graphs(bench: Bench, scores: Any) -> None:
     """An engine without CUDA graphs that takes the same weights computes the same log-probs."""
     engine = bench.engine("parity", graphs=False)
     try:
-        endpoints = bench.trainer.ask("listen", name="again", bf16=False, timeout=TIMEOUT)
-        bench.update(engine, "again", endpoints)
+        endpoints = bench.trainer.ask("listen", bf16=False, timeout=TIMEOUT)
+        bench.update(engine, endpoints)
         require(engine.ask("score") == scores, "log-probs with CUDA graphs differ from those without after updates")
     finally:
         engine.stop()

@@ -100,13 +100,15 @@ def answer(connection: Connection, commands: dict[str, Callable[..., Any]]) -> N
 
 def answer_on_all_ranks(connection: Connection | None, commands: dict[str, Callable[..., Any]]) -> None:
     """The same where every command is a collective: rank 0 has the connection, and answers."""
+    # NCCL would keep the GPU busy while ranks wait for a command, and give up after some minutes.
+    group = dist.new_group(backend="gloo")
     if connection is not None:
-        answer(connection, {name: _with_others(name, command) for name, command in commands.items()})
-        dist.broadcast_object_list([None], src=0)
+        answer(connection, {name: _with_others(name, command, group) for name, command in commands.items()})
+        dist.broadcast_object_list([None], src=0, group=group)
         return
     while True:
         box: list[Any] = [None]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=group)
         if box[0] is None:
             return
         name, arguments = box[0]
@@ -116,9 +118,9 @@ def answer_on_all_ranks(connection: Connection | None, commands: dict[str, Calla
             print(f"rank {dist.get_rank()}: {error}", file=sys.stderr)
 
 
-def _with_others(name: str, command: Callable[..., Any]) -> Callable[..., Any]:
+def _with_others(name: str, command: Callable[..., Any], group: Any) -> Callable[..., Any]:
     def run(**arguments: Any) -> Any:
-        dist.broadcast_object_list([(name, arguments)], src=0)
+        dist.broadcast_object_list([(name, arguments)], src=0, group=group)
         return command(**arguments)
 
     return run

@@ -56,26 +56,31 @@ def serve_trainer(connection: Connection | None, request: dict[str, Any]) -> Non
         request["folder"], tensor_parallel=request["tensor_parallel"], recipe=recipe, load_weights=False
     )
     source = MegatronSource(model, hf_config=request["folder"])
-    synchronizers: dict[str, JetRLWeightSynchronizer] = {}
+    listening: list[JetRLWeightSynchronizer] = []
 
-    def listen(name: str, bf16: bool, **options: Any) -> list[dict[str, Any]]:
+    def listen(bf16: bool, **options: Any) -> list[dict[str, Any]]:
+        while listening:
+            # With it go the copies of the weights that a peer sends.
+            listening.pop().close()
+        if cuda:
+            torch.cuda.empty_cache()
         sent: Any = source
         if bf16:
             # Not build_model's export_hf_weights: the folder has no weights whose order it could take.
             bridge = import_bridge().AutoBridge.from_hf_config(open_hf_model(request["folder"]).config)
             stream = bridge.export_hf_weights(model, show_progress=False)
             sent = Unchecked({key: weight.clone() for key, weight in stream}, recipe)
-        synchronizers[name] = JetRLWeightSynchronizer(sent, **options)
-        return synchronizers[name].endpoints
+        listening.append(JetRLWeightSynchronizer(sent, **options))
+        return listening[0].endpoints
 
     def change() -> None:
         """Every weight changes, as in an optimizer step."""
         for parameter in model[0].parameters():
             parameter.data.mul_(1.01)
 
-    def send(name: str) -> dict[str, Any]:
+    def send() -> dict[str, Any]:
         before = _start_of_peak()
-        report = synchronizers[name].update()
+        report = listening[0].update()
         return {"seconds": report.seconds, "bytes": report.nbytes, "peak": _peak_above(before)}
 
     def layer_bytes() -> int:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from transformers import PretrainedConfig
 
-from jetrl_megatron.convert.fp8_weights import WEIGHT, check_ignore, scale_name
-from jetrl_megatron.convert.hf_model import HfModel
+from jetrl_megatron.convert.fp8_weights import WEIGHT, check_ignore, is_decoder_linear, scale_name
+from jetrl_megatron.convert.hf_model import HfModel, open_hf_model
 from jetrl_megatron.convert.mapping import HfMapping
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.tensor import ceil_div
@@ -181,6 +182,18 @@ def plan_export(
         scale_shape = tuple(ceil_div(size, block) for size, block in zip(shape, recipe.weight_block, strict=True))
         tensors[scale_name(name)] = TensorSpec(scale_shape, stored_scale)
     return ExportPlan(tensors, _bf16_linears(tensors, mapping), stored_scale)
+
+
+def bf16_modules(hf_config: PretrainedConfig, recipe: Fp8BlockRecipe) -> tuple[str, ...]:
+    """Hugging Face names of the linears that an engine must hold in BF16: those of `ExportPlan.ignored`.
+
+    Raises:
+        ValueError: see `plan_export`.
+    """
+    hf = open_hf_model(hf_config)
+    mapping = HfMapping(hf)
+    modules = (mapping.from_hf(name, torch.empty(shape, device="meta")).module for name, shape in hf.shapes.items())
+    return plan_export(hf, mapping, filter(is_decoder_linear, modules), recipe).ignored
 
 
 def text_table(rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> str:

@@ -71,8 +71,7 @@ def receive_update(llm: Any, endpoints: Sequence[Message], timeout: float = TIME
     """Takes one update into a running engine; the trainer calls `JetRLWeightSynchronizer.update` at the same time.
 
     No step of the engine runs meanwhile, so no token is computed with weights of two versions. Keys and values of the
-    old version are dropped from the prefix cache, unless a request under way holds some: such a request goes on with
-    the new weights and its old keys and values, so drain or pause the engine where that is not wanted.
+    old version are dropped: from the prefix cache, and of requests under way, which compute them anew.
 
     Args:
         llm: `vllm.LLM`.
@@ -84,9 +83,14 @@ def receive_update(llm: Any, endpoints: Sequence[Message], timeout: float = TIME
 
     Raises:
         WeightSyncError: nothing was taken; the engine serves the version that it served before.
+        RuntimeError: the new version is served, but keys and values of the old one could not be dropped.
     """
     version = version_of(llm.collective_rpc("jetrl_receive", args=(list(endpoints), timeout)))
-    llm.reset_prefix_cache()
+    if not llm.reset_prefix_cache(reset_running_requests=True):
+        raise RuntimeError(
+            f"version {version} is served, with keys and values of the version before in the prefix cache: wait for "
+            "the requests under way, and call reset_prefix_cache() before the next one"
+        )
     return version
 
 
@@ -145,12 +149,22 @@ class EngineReceiver:
     def receive(self, endpoints: Sequence[Message], timeout: float) -> Message:
         """See `WeightReceiver.jetrl_receive`. Every worker of the engine takes part in each step, whatever happens."""
         update = _Update(self, endpoints, timeout)
-        problems = update.run()
+        try:
+            problems = update.run()
+        except Exception as error:
+            # Of a collective, when another worker is gone.
+            problems = [self.problem(error)]
         if problems:
             # The sender, and through it other engines, learn why; those who told us know already.
-            update.give_up(problems)
-            problems = [f"{problem}; version {self.version} is served as before" for problem in problems]
+            lost = update.give_up(problems)
+            kept = [f"{problem}; version {self.version} is served as before" for problem in problems]
+            problems = [*problems, *lost] if lost else kept
         return {"version": self.version, "problems": problems}
+
+    def problem(self, error: Exception) -> str:
+        """Logs what vLLM or torch raised, and names it."""
+        _log.error("weight update failed", exc_info=error)
+        return f"{self.name}: {type(error).__name__}: {error}"
 
     # What an update needs of the engine
 
@@ -216,13 +230,14 @@ class EngineReceiver:
             self.weights = EngineWeights(self._get_model(), self._manifest, self._recording, self._device)
         return problems
 
-    def open(self, transport: str, offer: Message, timeout: float) -> Receiving:
+    def open(self, transport: str, offer: Message, connection: Connection) -> Receiving:
         """The receiving end of the sender's transport."""
         if transport == "shm":
             return SharedMemoryReceiving(offer)
         if transport == "ipc":
             return IpcReceiving(offer, self.name)
-        receiving = GroupReceiving(offer, self.name, self.group, self._device, timeout)
+        group, self.group = self.group, None
+        receiving = GroupReceiving(offer, self.name, group, self._device, connection)
         self.group = receiving.group
         return receiving
 
@@ -266,16 +281,23 @@ class _Update:
             or self._decide()
         )
 
-    def give_up(self, problems: list[str]) -> None:
-        """Makes everything as it was before."""
+    def give_up(self, problems: list[str]) -> list[str]:
+        """Makes everything as it was before; returns why that is not possible, or []."""
         if self._connection is not None:
             self._connection.fail(problems)
-        # First: a broadcast whose sender is gone keeps the GPU busy for ever, and what follows waits for the GPU.
-        self._stop_receiving(failed=True)
         weights = self._receiver.weights
-        if self._begun and weights is not None:
-            weights.roll_back()
-        self._close()
+        try:
+            # First: a broadcast whose sender is gone keeps the GPU busy for ever, and what follows waits for the GPU.
+            self._stop_receiving(failed=True)
+            if self._begun and weights is not None:
+                weights.roll_back()
+        except Exception as error:
+            # After some CUDA errors, e.g. one while the memory of a killed sender is read, a process has no GPU left.
+            reason = self._receiver.problem(error)
+            return [f"{reason}; version {self._receiver.version} could not be put back: restart the engine"]
+        finally:
+            self._close()
+        return []
 
     def _together(self, action: Callable[[], list[str]]) -> list[str]:
         """Runs a step and waits for the other workers; returns the problems of all."""
@@ -286,8 +308,7 @@ class _Update:
             problems = error.problems
         except Exception as error:
             # What vLLM or torch raise must reach the sender, and must not keep the other workers waiting.
-            _log.exception("weight update failed")
-            problems = [f"{self._receiver.name}: {type(error).__name__}: {error}"]
+            problems = [self._receiver.problem(error)]
         if problems and self._connection is not None:
             # At once: other workers may wait for a sender that waits for this one.
             self._connection.fail(problems)
@@ -327,7 +348,7 @@ class _Update:
         assert connection is not None and weights is not None
         connection.send("ready")
         offer = connection.expect("open")["offer"]
-        self._receiving = self._receiver.open(self._transport, offer, self._timeout)
+        self._receiving = self._receiver.open(self._transport, offer, connection)
         connection.send("opened")
         self._begun = True
         weights.begin()

@@ -197,7 +197,7 @@ class JetRLWeightSynchronizer:
         offer = self._sending.offer(hellos, self._slot_bytes)
         for connection in connections:
             connection.send("open", offer=offer)
-        self._sending.begin(offer, self._timeout)
+        self._sending.begin(offer, self._timeout, lambda: _check(connections))
         return expect_all(connections, "opened", self._timeout)
 
     def _send(self, connections: list[Connection], buckets: Sequence[Bucket]) -> list[str]:
@@ -227,16 +227,11 @@ class JetRLWeightSynchronizer:
     def _publish(self, connections: list[Connection], index: int, bucket: Bucket) -> list[str]:
         assert self._sending is not None
         slot = index % SLOTS
-
-        def check() -> None:
-            for connection in connections:
-                connection.check()
-
         with _collected() as problems:
             self._sending.publish(slot, bucket.nbytes)
             for connection in connections:
                 connection.send("bucket", index=index, slot=slot)
-            self._sending.complete(slot, self._timeout, check)
+            self._sending.complete(slot, self._timeout, lambda: _check(connections))
         return problems
 
     def _commit(self, connections: list[Connection]) -> list[str]:
@@ -297,6 +292,11 @@ def _collected() -> Iterator[list[str]]:
         yield problems
     except WeightSyncError as error:
         problems += error.problems
+
+
+def _check(connections: Sequence[Connection]) -> None:
+    for connection in connections:
+        connection.check()
 
 
 def _told(connection: Connection, kind: str) -> list[str]:

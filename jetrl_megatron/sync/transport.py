@@ -8,33 +8,27 @@ own slots; a broadcast needs a slot on each side.
 from __future__ import annotations
 
 import base64
+import contextlib
 import datetime
 import os
+import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import (  # type: ignore[attr-defined]
-    BroadcastOptions,
-    PrefixStore,
-    ProcessGroupGloo,
-    Store,
-    TCPStore,
-)
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from jetrl_megatron.sync.communicator import POLL_SECONDS, Communicator, finished
 from jetrl_megatron.sync.manifest import WeightSyncError
 from jetrl_megatron.sync.wire import Connection, Message
 
 SLOTS = 2
 TRANSPORTS = ("shm", "ipc", "gloo", "nccl")
-_POLL_SECONDS = 2e-4
 _DEVICE_ARGUMENT = 6
 """Place of the device's index in the arguments of `rebuild_cuda_tensor`."""
-# Ends of communicators are awaited and aborted here; the watchdog of torch, which would end the process, never acts.
-_NEVER = datetime.timedelta(days=365)
 
 
 class Sending(Protocol):
@@ -49,8 +43,8 @@ class Sending(Protocol):
     def offer(self, hellos: list[Message], slot_bytes: int) -> Message:
         """Makes the slots; returns what the workers that said these hellos need to know, ready for JSON."""
 
-    def begin(self, offer: Message, timeout: float) -> None:
-        """Meets the workers, once they have the offer."""
+    def begin(self, offer: Message, timeout: float, check: Callable[[], None]) -> None:
+        """Meets the workers, once they have the offer; `check` raises if one of them is gone."""
 
     def publish(self, slot: int, nbytes: int) -> None:
         """Lets the workers have the first bytes of a slot; returns when they may be told."""
@@ -85,7 +79,7 @@ class SharedMemorySending:
         self.slots = _mapped(path, slot_bytes)
         return {"path": path, "slot_bytes": slot_bytes}
 
-    def begin(self, offer: Message, timeout: float) -> None:
+    def begin(self, offer: Message, timeout: float, check: Callable[[], None]) -> None:
         """Nothing to do."""
 
     def publish(self, slot: int, nbytes: int) -> None:
@@ -129,12 +123,13 @@ class IpcSending:
 
     def offer(self, hellos: list[Message], slot_bytes: int) -> Message:
         """See `Sending`."""
-        self.slots = tuple(torch.empty(slot_bytes, dtype=torch.uint8, device=self._device) for _ in range(SLOTS))
+        with mappable():
+            self.slots = tuple(torch.empty(slot_bytes, dtype=torch.uint8, device=self._device) for _ in range(SLOTS))
         # A handle each: torch counts with it whether the other end still reads.
         handles = {hello["name"]: [_handle(slot) for slot in self.slots] for hello in hellos}
         return {"uuid": device_uuid(self._device), "slots": handles}
 
-    def begin(self, offer: Message, timeout: float) -> None:
+    def begin(self, offer: Message, timeout: float, check: Callable[[], None]) -> None:
         """Nothing to do."""
 
     def publish(self, slot: int, nbytes: int) -> None:
@@ -183,7 +178,7 @@ class GroupSending:
         self.slots: tuple[torch.Tensor, ...] = ()
         self._backend, self._device, self._host = backend, device, host
         self._store: TCPStore | None = None
-        self._group: _Group | None = None
+        self._group: Communicator | None = None
         self._works: dict[int, Any] = {}
         self._size = 0
 
@@ -211,11 +206,15 @@ class GroupSending:
             "slot_bytes": slot_bytes,
         }
 
-    def begin(self, offer: Message, timeout: float) -> None:
-        """Makes the communicator where there is none, while the workers do the same."""
+    def begin(self, offer: Message, timeout: float, check: Callable[[], None]) -> None:
+        """Makes the communicator where there is none, while the workers do the same.
+
+        Raises:
+            WeightSyncError: they do not all come in time, or one of them is gone.
+        """
         if self._group is None:
             assert self._store is not None
-            self._group = _Group(offer, 0, self._store, self._device, timeout)
+            self._group = Communicator(offer, 0, self._store, self._device, timeout, check)
 
     def publish(self, slot: int, nbytes: int) -> None:
         """Starts the broadcast."""
@@ -229,11 +228,11 @@ class GroupSending:
             WeightSyncError: it does not end in time, or a worker is gone.
         """
         work, deadline = self._works.pop(slot), time.monotonic() + timeout
-        while not _finished(work):
+        while not finished(work):
             check()
             if time.monotonic() > deadline:
                 raise WeightSyncError([f"a broadcast did not end within {timeout:g} s: a worker does not take part"])
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def end(self, *, failed: bool) -> None:
         """See `Sending`."""
@@ -253,16 +252,23 @@ class GroupReceiving:
     Args:
         group: what an earlier update left, or None.
         device: where the slot is.
+        connection: to the sender.
+
+    Raises:
+        WeightSyncError: there is no communicator in time.
     """
 
-    def __init__(self, offer: Message, name: str, group: _Group | None, device: torch.device, timeout: float) -> None:
+    def __init__(
+        self, offer: Message, name: str, group: Communicator | None, device: torch.device, connection: Connection
+    ) -> None:
+        timeout = connection.timeout
         if group is not None and group.name != offer["group"]:
             group.abort()
             group = None
         if group is None:
             store = TCPStore(offer["host"], offer["port"], is_master=False, timeout=datetime.timedelta(seconds=timeout))
-            group = _Group(offer, offer["ranks"][name], store, device, timeout)
-        self.group: _Group | None = group
+            group = Communicator(offer, offer["ranks"][name], store, device, timeout, connection.check)
+        self.group: Communicator | None = group
         # One will do: a worker reads them one after the other.
         self._slot = torch.empty(offer["slot_bytes"], dtype=torch.uint8, device=device)
 
@@ -275,11 +281,11 @@ class GroupReceiving:
         assert self.group is not None
         bucket, deadline = self._slot[:nbytes], time.monotonic() + connection.timeout
         work = self.group.broadcast(bucket)
-        while not _finished(work):
+        while not finished(work):
             connection.check()
             if time.monotonic() > deadline:
                 raise WeightSyncError([f"a broadcast of {connection.peer} did not end in {connection.timeout:g} s"])
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
         return bucket
 
     def end(self, *, failed: bool) -> None:
@@ -290,51 +296,24 @@ class GroupReceiving:
             self.group = None
 
 
-class _Group:
-    """A communicator of its own, beside whatever process groups this process has. Rank 0 sends."""
+@contextlib.contextmanager
+def mappable() -> Iterator[None]:
+    """GPU memory allocated inside can be mapped by other processes, in containers too.
 
-    def __init__(self, offer: Message, rank: int, store: Store, device: torch.device, timeout: float) -> None:
-        self.name: str = offer["group"]
-        self._store = PrefixStore(self.name, store)
-        store.set_timeout(datetime.timedelta(seconds=timeout))
-        self._device = device
-        self._backend: Any
-        if offer["backend"] == "nccl":
-            # Not in every build of torch.
-            from torch.distributed import ProcessGroupNCCL
-
-            options = ProcessGroupNCCL.Options()
-            options._timeout = _NEVER
-            self._backend = ProcessGroupNCCL(self._store, rank, offer["size"], options)
-            # NCCL connects in its first collective, which waits for everybody: here, where everybody is under way.
-            self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device)).wait()
-            torch.cuda.synchronize(device)
-        else:
-            seconds = datetime.timedelta(seconds=timeout)
-            try:
-                self._backend = ProcessGroupGloo(self._store, rank, offer["size"], seconds)
-            except RuntimeError as error:
-                raise WeightSyncError([f"no communicator of {offer['size']} processes: {error}"]) from error
-
-    def broadcast(self, tensor: torch.Tensor) -> Any:
-        """Starts a broadcast from rank 0; returns torch's handle."""
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        return self._backend.broadcast([tensor], options)
-
-    def abort(self) -> None:
-        """Ends it, whatever is under way."""
-        self._backend.abort()
-
-
-def _finished(work: Any) -> bool:
+    Expandable segments could not: torch has processes take file descriptors from each other for them, which needs the
+    right to trace a process. With the setting off it takes no memory from such segments.
+    """
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    without = re.sub(r"(expandable_segments\s*:\s*)True", r"\1False", settings)
+    if without == settings:
+        yield
+        return
+    change = torch._C._accelerator_setAllocatorSettings
+    change(without)
     try:
-        done: bool = work.is_completed()
-        if done:
-            work.wait()
-        return done
-    except RuntimeError as error:
-        raise WeightSyncError([f"a broadcast failed: {error}"]) from error
+        yield
+    finally:
+        change(settings)
 
 
 def _mapped(path: str, slot_bytes: int) -> tuple[torch.Tensor, ...]:

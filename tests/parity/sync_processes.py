@@ -67,6 +67,33 @@ def score(llm: Any) -> dict[str, Any]:
     }
 
 
+def begin(llm: Any, steps: int) -> None:
+    """Starts requests, which go on when the engine is used next."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(temperature=0.0, max_tokens=3 * TOKENS, ignore_eos=True, detokenize=False)
+    for index, prompt in enumerate(PROMPTS):
+        llm.llm_engine.add_request(str(index), {"prompt_token_ids": list(prompt)}, parameters)
+    for _ in range(steps):
+        llm.llm_engine.step()
+
+
+def finish(llm: Any, steps: int) -> list[tuple[list[int], list[int]]]:
+    """Ends them; each one's later tokens, and those that follow the same earlier ones now."""
+    from vllm import SamplingParams
+
+    tokens: dict[str, list[int]] = {}
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            tokens[output.request_id] = list(output.outputs[0].token_ids)
+    ended = [tokens[str(index)] for index in range(len(PROMPTS))]
+    prompts = [{"prompt_token_ids": [*prompt, *each[:steps]]} for prompt, each in zip(PROMPTS, ended, strict=True)]
+    parameters = SamplingParams(temperature=0.0, max_tokens=3 * TOKENS - steps, ignore_eos=True, detokenize=False)
+    anew = llm.generate(prompts, parameters, use_tqdm=False)
+    pairs = zip(ended, anew, strict=True)
+    return [(each[steps:], list(output.outputs[0].token_ids)) for each, output in pairs]
+
+
 def serve_engine(connection: Connection, folder: str, ranks: int) -> None:
     from jetrl_megatron.sync import receive_update, weight_version
 
@@ -75,6 +102,8 @@ def serve_engine(connection: Connection, folder: str, ranks: int) -> None:
         "receive": lambda endpoints, timeout: receive_update(llm, endpoints, timeout),
         "version": lambda: weight_version(llm),
         "score": lambda: score(llm),
+        "begin": lambda steps: begin(llm, steps),
+        "finish": lambda steps: finish(llm, steps),
         "pieces": lambda out: llm.collective_rpc("jetrl_write_pieces", args=(out,)) and None,
         "others": lambda out: llm.collective_rpc("jetrl_write_others", args=(out,)) and None,
         "delay": lambda seconds: llm.collective_rpc("jetrl_delay_writes", args=(seconds,)) and None,

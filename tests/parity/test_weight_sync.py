@@ -369,6 +369,16 @@ def test_version_that_is_not_newer_is_refused(engines: dict[str, Process], sound
     assert state(engines) == before
 
 
+def test_requests_under_way_go_on_with_the_new_weights_alone(engines: dict[str, Process], home: Path) -> None:
+    steps = 4
+    for engine in engines.values():
+        engine.ask("begin", steps=steps)
+    newer = load_file(home / f"step{1 + engines['tp1'].ask('version') % 2}" / "model.safetensors")
+    assert send(engines, TensorSource(newer, RECIPE)) == ["", "", ""]
+    for name, engine in engines.items():
+        assert all(later == anew for later, anew in engine.ask("finish", steps=steps)), name
+
+
 def _other(before: dict[str, Any], home: Path) -> dict[str, torch.Tensor]:
     """Weights of one of two steps, by turns, so that each update changes what is served."""
     step = 1 + before["tp1"][0] % 2

@@ -22,7 +22,7 @@ from jetrl_megatron import JETRL_FP8, Fp8BlockRecipe, quantize_weight
 from jetrl_megatron.convert.families import family_bridge
 from jetrl_megatron.convert.hf_model import HfModel, open_hf_model
 from jetrl_megatron.convert.mapping import HfMapping, LogicalMatrix
-from jetrl_megatron.convert.plan import TensorSpec, plan_export
+from jetrl_megatron.convert.plan import TensorSpec, bf16_modules, plan_export
 from tests.unit.family_models import WHOLE_TILES, family_configs
 
 QKV = "decoder.layers.0.self_attention.linear_qkv"
@@ -164,6 +164,15 @@ def test_plan_lists_routers_which_engines_build_as_linears() -> None:
     routers = {f"model.layers.{layer}.mlp.gate" for layer in range(2)}
     assert routers | {"lm_head"} <= set(plan.ignored)
     assert not any("experts" in name for name in plan.ignored)
+
+
+def test_bf16_modules_of_a_recipe_without_ignored_layers_are_routers_and_the_head() -> None:
+    configs = family_configs(WHOLE_TILES)
+    for config, architecture in ((configs["qwen3_moe"], "Qwen3MoeForCausalLM"), (configs["llama"], "LlamaForCausalLM")):
+        config.architectures = [architecture]
+    routers = {f"model.layers.{layer}.mlp.gate" for layer in range(configs["qwen3_moe"].num_hidden_layers)}
+    assert set(bf16_modules(configs["qwen3_moe"], JETRL_FP8)) == routers | {"lm_head"}
+    assert bf16_modules(configs["llama"], JETRL_FP8) == ()
 
 
 def test_local_and_fused_norm_names_mean_the_same() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +16,17 @@ from hypothesis import strategies as st
 from jetrl_megatron import JETRL_FP8, Fp8BlockRecipe
 from jetrl_megatron.convert.plan import TensorSpec
 from jetrl_megatron.layout import qkv_layout, tile_runs
-from jetrl_megatron.sync import JetRLWeightSynchronizer, TensorSource, WeightSyncError
+from jetrl_megatron.sync import JetRLWeightSynchronizer, TensorSource, WeightSyncError, receive_update
 from jetrl_megatron.sync.manifest import Manifest, view_of
-from jetrl_megatron.sync.transport import GroupReceiving, GroupSending, SharedMemoryReceiving, SharedMemorySending
+from jetrl_megatron.sync.transport import (
+    GroupReceiving,
+    GroupSending,
+    SharedMemoryReceiving,
+    SharedMemorySending,
+    mappable,
+)
 from jetrl_megatron.sync.wire import Connection, Listener, Message, connect, expect_all
+from tests.unit.plain_engine import PlainReceiver, PlainWeights, random_tensors, same, update
 
 CODES, SCALE = TensorSpec((256, 384), torch.float8_e4m3fn), TensorSpec((2, 3), torch.float32)
 CPU = torch.device("cpu")
@@ -191,7 +199,7 @@ def test_broadcast_keeps_its_group_until_an_update_fails(
     sending, groups = GroupSending("gloo", CPU, "127.0.0.1"), []
     group: Any = None
     for failed in (False, True, False):
-        receiving = _joined(sending, group)
+        receiving = _joined(sending, group, pair[1])
         sending.slots[0][:3] = 7
         sending.publish(0, 3)
         assert receiving.fetch(0, 3, pair[1]).tolist() == [7, 7, 7]
@@ -203,14 +211,120 @@ def test_broadcast_keeps_its_group_until_an_update_fails(
     assert groups[0] == groups[1] != groups[2]
 
 
-def _joined(sending: GroupSending, group: Any) -> Any:
+def _joined(sending: GroupSending, group: Any, connection: Connection) -> Any:
     offer = sending.offer([{"name": "w", "group": None if group is None else group.name}], 1000)
     joined: list[GroupReceiving] = []
-    thread = threading.Thread(target=lambda: joined.append(GroupReceiving(offer, "w", group, CPU, 5.0)))
+    thread = threading.Thread(target=lambda: joined.append(GroupReceiving(offer, "w", group, CPU, connection)))
     thread.start()
-    sending.begin(offer, 5.0)
+    sending.begin(offer, 5.0, lambda: None)
     thread.join()
     return joined[0]
+
+
+@pytest.fixture
+def lonely(monkeypatch: pytest.MonkeyPatch) -> tuple[GroupSending, Message]:
+    """A sender whose worker does not come, and its offer."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    sending = GroupSending("gloo", CPU, "127.0.0.1")
+    return sending, sending.offer([{"name": "w", "group": None}], 1000)
+
+
+def test_broadcast_waits_no_longer_than_it_may_for_a_worker_that_does_not_come(
+    lonely: tuple[GroupSending, Message],
+) -> None:
+    sending, offer = lonely
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match="no communicator of 2 processes"):
+        sending.begin(offer, 0.5, lambda: None)
+    assert time.monotonic() - started < 5
+    sending.end(failed=True)
+
+
+def test_broadcast_gives_up_at_once_when_a_worker_is_gone(lonely: tuple[GroupSending, Message]) -> None:
+    sending, offer = lonely
+
+    def check() -> None:
+        raise WeightSyncError(["w went away"])
+
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match="w went away"):
+        sending.begin(offer, 60.0, check)
+    assert time.monotonic() - started < 5
+    sending.end(failed=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "meanwhile"),
+    [
+        ("expandable_segments:True,max_split_size_mb:64", "expandable_segments:False,max_split_size_mb:64"),
+        ("max_split_size_mb:64", None),
+    ],
+)
+def test_slots_for_other_processes_are_not_in_expandable_segments(
+    monkeypatch: pytest.MonkeyPatch, settings: str, meanwhile: str | None
+) -> None:
+    given_settings: list[str] = []
+    # Torch has no way to ask for them.
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given_settings.append)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    with mappable():
+        assert given_settings == ([] if meanwhile is None else [meanwhile])
+    assert given_settings == ([] if meanwhile is None else [meanwhile, settings])
+
+
+# Sender and receiver
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_update_reaches_an_engine_of_plain_tensors(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    sent, receiver = TensorSource(random_tensors(1), JETRL_FP8), PlainReceiver(random_tensors(0))
+    synchronizer = JetRLWeightSynchronizer(sent, transport=transport, bucket_bytes=1 << 16, timeout=20)
+    for seed in (1, 2):
+        sent.replace(random_tensors(seed))
+        assert update(synchronizer, receiver) == ({"version": seed, "problems": []}, "")
+        assert same(receiver.held, random_tensors(seed))
+    synchronizer.close()
+
+
+def test_worker_that_cannot_take_an_update_back_asks_for_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*args: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    sent, receiver = TensorSource(random_tensors(1), JETRL_FP8), PlainReceiver(random_tensors(0))
+    monkeypatch.setattr(PlainWeights, "write", lost)
+    monkeypatch.setattr(PlainWeights, "roll_back", lost)
+    synchronizer = JetRLWeightSynchronizer(sent, timeout=20)
+    report, said = update(synchronizer, receiver)
+    synchronizer.close()
+    assert report["version"] == 0 and "illegal memory access" in report["problems"][0]
+    assert report["problems"][-1].endswith("version 0 could not be put back: restart the engine")
+    assert "served as before" not in "".join(report["problems"])
+    assert "worker 0 of 1: AcceleratorError: CUDA error: an illegal memory access" in said
+
+
+def test_worker_whose_collective_fails_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: PlainReceiver, value: object) -> list[object]:
+        raise RuntimeError("Connection closed by peer")
+
+    receiver = PlainReceiver(random_tensors(0))
+    monkeypatch.setattr(PlainReceiver, "gather", broken)
+    report = receiver.receive([{"transport": "shm", "address": "unix:/nowhere", "token": "", "device": None}], 0.1)
+    assert report["problems"] == [
+        "worker 0 of 1: RuntimeError: Connection closed by peer; version 0 is served as before"
+    ]
+
+
+def test_receive_update_says_when_old_keys_and_values_stay() -> None:
+    class Busy:
+        def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[Message]:
+            return [{"version": 3, "problems": []}]
+
+        def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+            return False
+
+    with pytest.raises(RuntimeError, match="version 3 is served, with keys and values of the version before"):
+        receive_update(Busy(), [])
 
 
 # The sender

@@ -6,14 +6,10 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
 from vllm.logger import init_logger
 
-from jetrl_megatron.convert.fp8_weights import is_decoder_linear
-from jetrl_megatron.convert.hf_model import open_hf_model
-from jetrl_megatron.convert.mapping import HfMapping
-from jetrl_megatron.convert.plan import plan_export
+from jetrl_megatron.convert.plan import bf16_modules
 from jetrl_megatron.convert.rollout_tp import check_rollout_tp
 from jetrl_megatron.integrations.nemo_rl.resolution import ENDPOINTS, SECTION
 from jetrl_megatron.recipe import Fp8BlockRecipe
@@ -75,24 +71,3 @@ def our_engine_arguments(generation: Mapping[str, Any], arguments: Mapping[str, 
         # Log-probs of the logits as they are: at temperature 1 the processed ones, before any copy.
         "logprobs_mode": "raw_logprobs",
     }
-
-
-def bf16_modules(hf_config: Any, recipe: Fp8BlockRecipe) -> tuple[str, ...]:
-    """Hugging Face names of the linears that the recipe keeps in BF16, as engines want them listed.
-
-    Args:
-        hf_config: transformers configuration of the model.
-        recipe: of both sides.
-
-    Raises:
-        ValueError: a pattern of recipe.ignore matches no linear of the model.
-    """
-    if not (recipe.ignore or recipe.num_layers_at_start_in_bf16 or recipe.num_layers_at_end_in_bf16):
-        return ()
-    hf = open_hf_model(hf_config)
-    mapping = HfMapping(hf)
-    modules = (
-        mapping.from_hf(name, torch.empty(shape, dtype=torch.bfloat16, device="meta")).module
-        for name, shape in hf.shapes.items()
-    )
-    return plan_export(hf, mapping, filter(is_decoder_linear, modules), recipe).ignored
