@@ -12,7 +12,7 @@ WORKER_EXTENSION = f"{__name__}.BaselineWorkerExtension"
 
 
 class BaselineWorkerExtension(VllmInternalWorkerExtension):
-    """NeMo-RL's extension; its quantiser asks which layers hold experts by a class that is a function since vLLM 0.26."""
+    """NeMo-RL's extension; its quantiser knows layers of experts by a class that is a function since vLLM 0.26."""
 
     def _load_weights(self, weights: Any) -> None:
         if not isinstance(fp8.FusedMoE, type):
