@@ -140,9 +140,9 @@ def test_seams_are_in_the_checkout():
 
 
 @needs_checkout
-def test_register_workers_replaces_the_classes_of_our_policies_alone():
+def test_register_workers_replaces_the_classes_of_our_policies_and_of_baselines():
     pytest.importorskip("nemo_rl.models.policy.lm_policy", exc_type=ImportError)
-    from jetrl_megatron.integrations.nemo_rl.driver import WORKERS, register_workers
+    from jetrl_megatron.integrations.nemo_rl.driver import BASELINES, WORKERS, register_workers
 
     register_workers()
     register_workers()
@@ -151,10 +151,12 @@ def test_register_workers_replaces_the_classes_of_our_policies_alone():
     generation = importlib.import_module("nemo_rl.models.generation.vllm.vllm_generation")
     registry = importlib.import_module("nemo_rl.distributed.ray_actor_environment_registry")
     assert lm_policy.resolve_policy_worker_cls(policy, {"jetrl": {}}) == WORKERS[policy]
-    assert lm_policy.resolve_policy_worker_cls(policy, {}) == policy
+    assert lm_policy.resolve_policy_worker_cls(policy, {}) == BASELINES[policy]
+    assert lm_policy.resolve_policy_worker_cls("nemo_rl...DTensorPolicyWorker", {}) == "nemo_rl...DTensorPolicyWorker"
     for theirs in (engine, asynchronous):
         assert generation.resolve_generation_worker_cls(theirs, {"jetrl": {}}) == WORKERS[theirs]
-        assert generation.resolve_generation_worker_cls(theirs, {"jetrl": None}) == theirs
-        assert registry.get_actor_python_env(WORKERS[theirs]) == registry.PY_EXECUTABLES.SYSTEM
+        assert generation.resolve_generation_worker_cls(theirs, {"jetrl": None}) == BASELINES[theirs]
+        for worker in (WORKERS[theirs], BASELINES[theirs]):
+            assert registry.get_actor_python_env(worker) == registry.PY_EXECUTABLES.SYSTEM
     with pytest.raises(ValueError, match="DTensorPolicyWorker"):
         lm_policy.resolve_policy_worker_cls("nemo_rl...DTensorPolicyWorker", {"jetrl": {}})

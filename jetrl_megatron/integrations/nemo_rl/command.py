@@ -69,11 +69,10 @@ def prepare(
     if root is None:
         raise ValueError("nemo_rl is not on the import path: add a clone of github.com/NVIDIA-NeMo/RL to PYTHONPATH")
     resolved = read_config(config, overlays, overrides)
-    if resolved.recipe is not None:
-        from jetrl_megatron.integrations.nemo_rl.driver import register_workers
+    from jetrl_megatron.integrations.nemo_rl.driver import register_workers
 
-        check_checkout(root)
-        register_workers()
+    check_checkout(root)
+    register_workers()
     return root / SCRIPTS[algorithm], resolved
 
 

@@ -1,4 +1,4 @@
-"""NeMo-RL's driver process: our worker classes in the place of its own, for policies that are `jetrl_fp8`."""
+"""NeMo-RL's driver process: our worker classes in the place of its own."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ WORKERS: Mapping[str, str] = {
     ),
 }
 """NeMo-RL's worker classes and ours."""
+BASELINES: Mapping[str, str] = {theirs: ours.replace(".JetRL", ".Baseline") for theirs, ours in WORKERS.items()}
+"""NeMo-RL's worker classes, and them beside the releases of vLLM and Megatron-Core that this package is for."""
 
 _RESOLVERS = (
     ("nemo_rl.models.policy.lm_policy", "resolve_policy_worker_cls"),
@@ -32,11 +34,12 @@ _RESOLVERS = (
 def register_workers() -> None:
     """Has NeMo-RL start our workers, with this process's Python; may be called any number of times.
 
-    A configuration without the section that `resolve` writes gets NeMo-RL's own workers, as before.
+    A configuration without the section that `resolve` writes, a baseline, gets NeMo-RL's own workers; those of Megatron
+    and vLLM are fitted to this environment's releases, which are newer than NeMo-RL's.
     """
     registry = importlib.import_module("nemo_rl.distributed.ray_actor_environment_registry")
     cluster = importlib.import_module("nemo_rl.distributed.virtual_cluster")
-    for ours in WORKERS.values():
+    for ours in (*WORKERS.values(), *BASELINES.values()):
         registry.ACTOR_ENVIRONMENT_REGISTRY[ours] = cluster.PY_EXECUTABLES.SYSTEM
     for name, function in _RESOLVERS:
         module = importlib.import_module(name)
@@ -50,7 +53,7 @@ def _with_our_workers(theirs: Callable[[str, Any], str]) -> Callable[[str, Any],
     def resolve(default_cls: str, config: Any) -> str:
         worker = theirs(default_cls, config)
         if config.get(SECTION) is None:
-            return worker
+            return BASELINES.get(worker, worker)
         if worker not in WORKERS:
             raise ValueError(
                 f"worker={worker} cannot run precision: jetrl_fp8: use the Megatron backend and vLLM, "

@@ -1,4 +1,4 @@
-"""NeMo-RL's vLLM workers with our engine arguments and receiver. Ray imports it in each worker."""
+"""NeMo-RL's vLLM workers with our engine arguments and receiver, and for baselines. Ray imports it in each worker."""
 
 from __future__ import annotations
 
@@ -24,11 +24,33 @@ class JetRLVllmAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
         super()._create_engine(_ours(self.cfg, llm_kwargs))
 
 
+class BaselineVllmGenerationWorkerImpl(VllmGenerationWorkerImpl):
+    """NeMo-RL's vLLM worker for a baseline."""
+
+    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
+        super()._create_engine(_theirs(self.cfg, llm_kwargs))
+
+
+class BaselineVllmAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
+    """NeMo-RL's asynchronous vLLM worker for a baseline."""
+
+    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
+        super()._create_engine(_theirs(self.cfg, llm_kwargs))
+
+
 def _ours(generation: Any, llm_kwargs: dict[str, Any]) -> dict[str, Any]:
     # NeMo-RL sets vLLM's environment before it lets anybody import vLLM.
     from jetrl_megatron.integrations.nemo_rl.engine import our_engine_arguments
 
     return our_engine_arguments(generation, llm_kwargs)
+
+
+def _theirs(generation: Any, llm_kwargs: dict[str, Any]) -> dict[str, Any]:
+    if generation["vllm_cfg"]["precision"] != "fp8":
+        return llm_kwargs
+    from jetrl_megatron.integrations.nemo_rl.baseline import WORKER_EXTENSION
+
+    return {**llm_kwargs, "worker_extension_cls": WORKER_EXTENSION}
 
 
 @ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_generation_worker")})
@@ -39,3 +61,13 @@ class JetRLVllmGenerationWorker(JetRLVllmGenerationWorkerImpl):
 @ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_async_generation_worker")})
 class JetRLVllmAsyncGenerationWorker(JetRLVllmAsyncGenerationWorkerImpl):
     """The Ray actor."""
+
+
+@ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_generation_worker")})
+class BaselineVllmGenerationWorker(BaselineVllmGenerationWorkerImpl):
+    """The Ray actor of a baseline."""
+
+
+@ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_async_generation_worker")})
+class BaselineVllmAsyncGenerationWorker(BaselineVllmAsyncGenerationWorkerImpl):
+    """The Ray actor of a baseline."""

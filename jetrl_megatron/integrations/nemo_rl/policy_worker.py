@@ -107,6 +107,14 @@ class JetRLMegatronPolicyWorkerImpl(MegatronPolicyWorkerImpl):
             print(f"jetrl: weights of version {report.version}: {size}, {report.seconds:.2f} s", flush=True)
 
 
+class BaselineMegatronPolicyWorkerImpl(MegatronPolicyWorkerImpl):
+    """NeMo-RL's Megatron policy worker as it is, for a baseline; Megatron-Core may be PyPI's."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        with _without_index_builder():
+            super().__init__(config, *args, **kwargs)
+
+
 def recipe_of(config: Any) -> tuple[Fp8BlockRecipe, bool]:
     """Recipe and parity of a resolved policy or generation configuration."""
     section = config[SECTION]
@@ -158,3 +166,8 @@ def _without_index_builder() -> Iterator[None]:
 @ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))
 class JetRLMegatronPolicyWorker(JetRLMegatronPolicyWorkerImpl):
     """The Ray actor."""
+
+
+@ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))
+class BaselineMegatronPolicyWorker(BaselineMegatronPolicyWorkerImpl):
+    """The Ray actor of a baseline."""

@@ -67,6 +67,7 @@ SEAMS = (
     # Generation: the engine's arguments, and the receiver in the place of NeMo-RL's.
     Seam(_ENGINE_WORKER, "VllmGenerationWorkerImpl._create_engine", ("self", "llm_kwargs")),
     Seam(_ASYNC_ENGINE_WORKER, "VllmAsyncGenerationWorkerImpl._create_engine", ("self", "llm_kwargs")),
+    Seam(_ENGINE_BACKEND, "VllmInternalWorkerExtension._load_weights", ("self", "weights")),
     Seam(_ENGINE_BACKEND, "VllmInternalWorkerExtension.prepare_refit_info", ("self", "state_dict_info")),
     Seam(_ENGINE_BACKEND, "VllmInternalWorkerExtension.update_weights_via_ipc_zmq", ("self",)),
     Seam(_ENGINE_BACKEND, "VllmInternalWorkerExtension.update_weights_from_collective", ("self",)),
