@@ -37,7 +37,7 @@ def main() -> None:
     if options.parallel < 1:
         parser.error(f"--parallel {options.parallel}: use 1 or more")
     runs = list(runs_of(options.out, variants, seeds))
-    asked = {run: parse([*more, *_of_run(run)]) for run in runs}
+    asked = {run: parse(_arguments(run, more)) for run in runs}
 
     def left() -> float:
         return options.time_budget - (time.monotonic() - started) if options.time_budget else 0.0
@@ -49,7 +49,7 @@ def main() -> None:
             prepare(asked[run])
         except ValueError as error:
             parser.error(str(error))
-    jobs = [_job(run, [] if options.warm else runs, [*more, *_of_run(run)], left) for run in missing]
+    jobs = [_job(run, [] if options.warm else runs, _arguments(run, more), left) for run in missing]
     where = places([gpu for gpu in options.gpus.split(",") if gpu], options.parallel)
     failed = run_all(jobs, where, lambda: not options.time_budget or left() > _SHORTEST)
     _report(runs, asked)
@@ -85,26 +85,26 @@ def _seeds(text: str, parser: argparse.ArgumentParser) -> list[int]:
         parser.error(f"--seeds {text!r}: use whole numbers such as 0,1,2")
 
 
-def _of_run(run: RunFolder) -> list[str]:
-    shared = ["--out", str(run.path), "--shared", str(run.study / "shared")]
-    return [*shared, *VARIANTS[run.variant], "--seed", str(run.seed)]
+def _arguments(run: RunFolder, more: Sequence[str]) -> list[str]:
+    own = ["--out", str(run.path), *VARIANTS[run.variant], "--seed", str(run.seed)]
+    return ["--shared", str(run.study / "shared"), *more, *own]
 
 
 def _job(run: RunFolder, runs: Sequence[RunFolder], arguments: Sequence[str], left: Callable[[], float]) -> Job:
     """Starts or resumes a run."""
-    steps = parse(list(arguments)).steps
-    name = f"{run.variant}, seed {run.seed}"
+    name, steps = f"{run.variant}, seed {run.seed}", parse(list(arguments)).steps
     before = [other for other in runs if other.variant == run.variant and runs.index(other) < runs.index(run)]
 
     def command() -> list[str]:
         print(name, file=sys.stderr, flush=True)
         return [sys.executable, "-m", "examples.grpo.train", *arguments, "--time-budget", str(left())]
 
-    # The first of a variant compiles the engine's graphs; the others find them in vLLM's cache.
+    def may_start() -> bool:
+        # The first of a variant compiles the engine's graphs; the others find them in vLLM's cache.
+        return not before or any(other.rows() for other in before)
+
     log = run.study / "logs" / f"{run.variant}-seed{run.seed}.log"
-    return Job(
-        name, command, log, lambda: not before or any(other.rows() for other in before), lambda: _clear(run, steps)
-    )
+    return Job(name, command, log, may_start, lambda: _clear(run, steps))
 
 
 def _clear(run: RunFolder, steps: int) -> None:
