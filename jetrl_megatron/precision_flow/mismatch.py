@@ -158,7 +158,7 @@ def mismatch_of_sequences(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) ->
         of the generated token, with "first", "tokens", "mean_abs_dlogp" and "gen_kl_error" of each range.
     """
     columns = zip(*((rollout, training, torch.ones(len(rollout))) for rollout, training in pairs), strict=True)
-    rollout, training, mask = (pad_sequence(column, batch_first=True) for column in columns)
+    rollout, training, mask = (pad_sequence(list(column), batch_first=True) for column in columns)
     positions = [
         {"first": first, "tokens": m.tokens, "mean_abs_dlogp": m.mean_abs_dlogp, "gen_kl_error": m.gen_kl_error}
         for first, m in mismatch_by_position(rollout, training, mask)
