@@ -150,27 +150,32 @@ def compile_kernels(folder: Path, options: argparse.Namespace) -> None:
         head.get()
 
 
-def products(folder: Path, options: argparse.Namespace) -> tuple[set[Product], set[tuple[int, int, int]]]:
-    """Products of the decoder's linears, and (rows, columns, depth) of the head's."""
-    config = read_config(folder)
-    hidden, intermediate, tp = config["hidden_size"], config["intermediate_size"], options.tp
+def linears(config: Mapping[str, Any], tp: int = 1) -> list[tuple[int, int]]:
+    """Rows and columns that a rank has of each linear of a decoder layer."""
+    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
     heads, kv_heads, size = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    linears = [
+    return [
         ((heads + 2 * kv_heads) * size // tp, hidden),
         (hidden, heads * size // tp),
         (2 * intermediate // tp, hidden),
         (hidden, intermediate // tp),
     ]
+
+
+def products(folder: Path, options: argparse.Namespace) -> tuple[set[Product], set[tuple[int, int, int]]]:
+    """Products of the decoder's linears, and (rows, columns, depth) of the head's."""
+    config, tp = read_config(folder), options.tp
+    shapes, hidden = linears(config, tp), config["hidden_size"]
     rows, scored = set(CAPTURED), set()
     for sequences, tokens in batches(options, config):
         rows |= {sequences * PROMPT}
         for pack in packs([PROMPT + tokens] * sequences, TOKENS_PER_FORWARD):
             rows |= {len(pack) * (PROMPT + tokens)}
             scored |= {sequences, len(pack) * tokens}
-    wanted = {Product(m, n, k, along_tokens=False) for m in rows for n, k in linears}
+    wanted = {Product(m, n, k, along_tokens=False) for m in rows for n, k in shapes}
     if options.steps:
         trained = STEP_SEQUENCES["cuda"] * STEP_TOKENS["cuda"]
-        for n, k in linears:
+        for n, k in shapes:
             wanted |= {Product(trained, n, k, along_tokens=False), Product(trained, k, n, along_tokens=False)}
             wanted |= {Product(n, k, trained, along_tokens=True)}
     return wanted, {(m, config["vocab_size"] // tp, hidden) for m in scored}

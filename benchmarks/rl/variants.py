@@ -15,6 +15,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     **{precision: ("--precision", precision) for precision in PRECISIONS},
     "jetrl_fp8_ordinary_operators": (*_JETRL, "--operators", "ordinary"),
     "jetrl_fp8_other_scales": (*_JETRL, "--rollout-scales", "fp32"),
+    "jetrl_fp8_one_scale": (*_JETRL, "--rollout-scales", "matrix"),
     "jetrl_fp8_wgrad_bf16": (*_JETRL, "--ablate", "wgrad"),
     "jetrl_fp8_dgrad_bf16": (*_JETRL, "--ablate", "dgrad"),
     "jetrl_fp8_saved_bf16": (*_JETRL, "--ablate", "saved_activation"),

@@ -11,15 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from examples.grpo.options import BF16, Options
 from examples.grpo.policy import Policy, Sample, advantages
 from examples.grpo.task import Problem, Task
-from jetrl_megatron.precision_flow.mismatch import mismatch, mismatch_by_position
-from jetrl_megatron.sync import JetRLWeightSynchronizer
-from jetrl_megatron.verify.hf_export import export_hf_folder
+from jetrl_megatron.precision_flow.mismatch import mismatch_of_sequences
+from jetrl_megatron.sync import HostSource, JetRLWeightSynchronizer
 from jetrl_megatron.verify.live_engine import LiveEngine, live_request
 from jetrl_megatron.verify.model import load_training_state, save_training_state, saved_steps
 from jetrl_megatron.verify.progress import Clock
@@ -51,26 +49,23 @@ class Log:
             for name in [name for name, value in values.items() if isinstance(value, (int, float))]:
                 self._writer.add_scalar(group + name, values[name], row["step"])
         if "reward" in row:
-            shown = {"reward": f"{row['reward']:.3f}", "tok/s": f"{row['tokens_per_second']:.0f}"}
-            shown["mismatch"] = f"{row['mismatch']['token_mult_prob_error']:.6g}"
-            self._bar.set_postfix(shown | {name: f"{s:.1f}s" for name, s in row["seconds"].items()}, refresh=False)
+            shown = {"reward": row["reward"], "tok/s": row["tokens_per_second"]}
+            shown |= {"mismatch": row["mismatch"]["token_mult_prob_error"], **row["seconds"]}
+            self._bar.set_postfix({name: f"{value:.6g}" for name, value in shown.items()}, refresh=False)
             self._bar.update()
 
 
 def start_engine(options: Options, longest_prompt: int) -> LiveEngine:
     """The rollout engine: with the recipe's settings, or for the baselines with vLLM's own."""
     recipe, ours = options.recipes[1], options.precision == "jetrl_fp8" or not torch.cuda.is_available()
-    checkpoint = options.hf_model if recipe == BF16 else options.folder / "rollout"
-    if not checkpoint.is_dir():
-        export_hf_folder(options.hf_model, checkpoint, recipe)
     request = live_request(
-        checkpoint,
+        options.checkpoint,
         recipe=recipe,
         mode="bf16" if recipe == BF16 else "parity" if ours else "default",
         sequences=options.prompts * options.group,
         longest=longest_prompt + options.max_tokens,
         tensor_parallel=options.tp,
-        memory_share=options.rollout_memory,
+        kv_cache_gib=options.rollout_memory,
     )
     return LiveEngine(request, options.folder / "engine.log")
 
@@ -85,13 +80,14 @@ class Run:
         self.waiting = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         if dist.get_rank() == 0:
             self.task = Task(options)
-            # Before the model: vLLM takes its share of memory by what is free at its start.
+            # Before the model, which would wait for it in vain if it does not start.
             self.engine = start_engine(options, self.task.longest_prompt)
         dist.barrier(self.waiting)
         self.policy = Policy(options, self.clock)
         self.source = self.policy.weight_source()
-        own = {"senders": "all"} if torch.cuda.is_available() else {"receivers": options.tp}
-        self.sender = JetRLWeightSynchronizer(self.source, **own)
+        ipc = torch.cuda.is_available() and options.transport == "auto"
+        own: dict[str, Any] = {"senders": "all"} if ipc else {"receivers": options.tp}
+        self.sender = JetRLWeightSynchronizer(self.source if ipc else HostSource(self.source), **own)
 
     def main(self) -> None:
         """Runs from the last checkpoint to the end, or to the deadline."""
@@ -140,7 +136,8 @@ class Run:
         row |= {name: mean(update[name] for update in updates) for name in updates[0]}
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
         row |= {"tokens_per_second": row["tokens"] / clock.seconds["rollout"], "peak_memory_gib": peak}
-        return {"step": step, **row, **evaluation, **compare(samples), "seconds": clock.seconds}
+        found = mismatch_of_sequences((sample.rollout_o, sample.old_o) for sample in samples)
+        return {"step": step, **row, **evaluation, **found, "seconds": clock.seconds}
 
     def sync(self, version: int) -> None:
         """The policy's weights into the engine."""
@@ -187,15 +184,3 @@ class Run:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.waiting)
         return box[0]
-
-
-def compare(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Mismatch of training and rollout, over all and by position, and entropy, estimated from the drawn tokens."""
-    columns = zip(*((s.rollout_o, s.old_o, torch.ones(len(s.old_o))) for s in samples), strict=True)
-    padded = [pad_sequence(column, batch_first=True) for column in columns]
-    positions = [
-        {"first": first, "tokens": m.tokens, "mean_abs_dlogp": m.mean_abs_dlogp, "gen_kl_error": m.gen_kl_error}
-        for first, m in mismatch_by_position(*padded)
-    ]
-    entropy = -float(torch.cat([sample.old_o for sample in samples]).double().mean())
-    return {"entropy": entropy, "mismatch": mismatch(*padded).to_dict(), "positions": positions}

@@ -5,26 +5,31 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+from jetrl_megatron.demo.models import WRITTEN
 from jetrl_megatron.recipe import JETRL_FP8, Fp8BlockRecipe
 
 BF16 = Fp8BlockRecipe(ignore=("*",))
 """The recipe that quantises nothing: Megatron's own BF16 linears, and BF16 weights on their way to the engine."""
 RECIPES = {"bf16": (BF16, BF16), "bf16_train_fp8_rollout": (BF16, JETRL_FP8), "jetrl_fp8": (JETRL_FP8, JETRL_FP8)}
 """Recipes of training and of the rollout, by precision."""
-WRITTEN = ("smollm2", "tiny")
 _ABLATIONS = ("dgrad", "wgrad", "saved_activation")
-_CHOICES = {
-    "precision": tuple(RECIPES),
-    "operators": ("parity", "ordinary"),
-    "rollout_scales": ("ue8m0", "fp32"),
-}
+_CHOICES = {"precision": tuple(RECIPES), "operators": ("parity", "ordinary"), "transport": ("auto", "shm")}
+_CHOICES["rollout_scales"] = ("ue8m0", "fp32", "matrix")
 _AT_LEAST = dict.fromkeys(("tp", "steps", "prompts", "updates", "max_tokens", "checkpoint_every"), 1)
 _AT_LEAST |= dict.fromkeys(("seed", "kl", "eval_every", "eval_problems", "truncate_ratios", "time_budget"), 0)
-_AT_LEAST |= {"tokens_per_forward": 1, "group": 2}
-_MAY_CHANGE = ("out", "steps", "checkpoint_every", "time_budget", "tensorboard")
+_AT_LEAST |= {"tokens_per_forward": 1, "group": 2, "rollout_memory": 1}
+_MAY_CHANGE = ("out", "shared", "steps", "checkpoint_every", "time_budget", "tensorboard", "transport")
+
+
+def _read(parser: Any, text: str) -> Any:
+    try:
+        return parser(text)
+    except (json.JSONDecodeError, re.error):
+        return None
 
 
 def _option(default: Any, help: str) -> Any:
@@ -36,6 +41,7 @@ class Options:
     """A run. Raises ValueError where a field is out of range, or contradicts another one."""
 
     out: str = _option("", "folder of the run; one that holds a run is resumed")
+    shared: str = _option("", "folder for what runs have in common: model and rollout's checkpoint; empty: that of out")
     precision: str = _option("jetrl_fp8", f"of training and rollout: {', '.join(RECIPES)}")
     model: str = _option("smollm2", "BF16 Hugging Face folder, smollm2 (135M, Instruct) or tiny (random, for a CPU)")
     tp: int = _option(1, "tensor-parallel size of both sides, a GPU each")
@@ -43,6 +49,7 @@ class Options:
     task: str = _option("chain_sum", "dataset of reasoning-gym")
     task_config: str = _option("{}", "its settings, JSON")
     instruction: str = _option("Reply with the answer alone.", "what follows each question")
+    answer: str = _option("", "regular expression of an answer, whose last match counts; empty: all of it counts")
     steps: int = _option(100, "rollouts, each followed by training on it")
     prompts: int = _option(16, "problems of a step")
     group: int = _option(8, "answers to each of them, which are compared")
@@ -56,13 +63,12 @@ class Options:
     eval_problems: int = _option(64, "how many of those")
     checkpoint_every: int = _option(10, "steps between checkpoints")
     tokens_per_forward: int = _option(16384, "tokens packed into one forward; a longer sequence has one of its own")
-    operators: str = _option(
-        "parity", "around the linears in training: parity, the rollout's, or ordinary, Megatron's own"
-    )
+    operators: str = _option("parity", "beside training's linears: parity, the rollout's, or ordinary, Megatron's")
     ablate: str = _option("", f"comma-separated, of {', '.join(_ABLATIONS)}: in BF16 instead of FP8")
-    rollout_scales: str = _option("ue8m0", "of the rollout: ue8m0, as in training, or fp32, no powers of two")
+    rollout_scales: str = _option("ue8m0", "of the rollout: training's ue8m0, fp32, or matrix: fp32, one for a weight")
     truncate_ratios: float = _option(0.0, "correct for the rollout's policy with ratios up to this; 0: do not")
-    rollout_memory: float = _option(0.4, "share of each GPU that the engine takes")
+    rollout_memory: float = _option(8.0, "GiB of each GPU for the engine's keys and values")
+    transport: str = _option("auto", "of weights: auto, or shm where processes cannot share a GPU's memory (CUDA IPC)")
     time_budget: float = _option(0.0, "seconds after which the run saves and stops, to be resumed; 0: none")
     tensorboard: bool = _option(False, "also write TensorBoard events")
 
@@ -71,7 +77,7 @@ class Options:
             self._require(getattr(self, name) in allowed, name, f"use one of {', '.join(allowed)}")
         for name, least in _AT_LEAST.items():
             self._require(getattr(self, name) >= least, name, f"use {least} or more")
-        for name in ("clip", "rollout_memory", "learning_rate"):
+        for name in ("clip", "learning_rate"):
             self._require(0 < getattr(self, name) < 1, name, "use a number between 0 and 1")
         answers, fp8 = self.prompts * self.group, self.precision == "jetrl_fp8"
         self._require(self.updates <= answers, "updates", f"a step has {answers} answers, use no more")
@@ -80,11 +86,9 @@ class Options:
         self._require(not set(self._ablated) - set(_ABLATIONS), "ablate", f"use {', '.join(_ABLATIONS)}")
         self._require(fp8 or not self.ablate, "ablate", "training is BF16 already, use precision jetrl_fp8")
         self._require(fp8 or self.rollout_scales == "ue8m0", "rollout_scales", "use precision jetrl_fp8 with it")
-        try:
-            config = json.loads(self.task_config)
-        except json.JSONDecodeError:
-            config = None
+        config, answer = _read(json.loads, self.task_config), _read(re.compile, self.answer)
         self._require(isinstance(config, dict), "task_config", 'use a JSON object such as {"max_terms": 2}')
+        self._require(answer is not None, "answer", r"use a regular expression such as -?\d+")
 
     def _require(self, good: bool, name: str, way_out: str) -> None:
         if not good:
@@ -100,7 +104,8 @@ class Options:
         if self.precision != "jetrl_fp8":
             return RECIPES[self.precision]
         recipe = dataclasses.replace(JETRL_FP8, **dict.fromkeys(self._ablated, "bf16"))
-        return recipe, dataclasses.replace(recipe, scale_format=self.rollout_scales)
+        scales = "ue8m0" if self.rollout_scales == "ue8m0" else "fp32"
+        return recipe, dataclasses.replace(recipe, scale_format=scales)
 
     @property
     def folder(self) -> Path:
@@ -110,7 +115,13 @@ class Options:
     @property
     def hf_model(self) -> Path:
         """The BF16 model that training starts from."""
-        return self.folder / "model" if self.model in WRITTEN else Path(self.model).absolute()
+        return (Path(self.shared or self.out) / self.model if self.model in WRITTEN else Path(self.model)).absolute()
+
+    @property
+    def checkpoint(self) -> Path:
+        """What the rollout's engine starts from."""
+        ours = Path(self.shared or self.out).absolute() / f"rollout-{self.recipes[1].fingerprint}"
+        return self.hf_model if self.recipes[1] == BF16 else ours
 
     def require_resumable(self, before: dict[str, Any]) -> None:
         """Raises ValueError if the run in the folder was another one."""

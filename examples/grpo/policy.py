@@ -17,7 +17,7 @@ from examples.grpo.options import Options
 from jetrl_megatron.integrations.megatron_bridge import build_model
 from jetrl_megatron.integrations.requantized import RequantizedSource
 from jetrl_megatron.sync.megatron_source import MegatronSource
-from jetrl_megatron.verify.forward import pack_log_probs, packs, packs_sequences
+from jetrl_megatron.verify.forward import on_gpu, pack_log_probs, packs
 from jetrl_megatron.verify.model import gpt_model, initialize_groups, make_optimizer
 from jetrl_megatron.verify.progress import Clock
 
@@ -82,7 +82,7 @@ class Policy:
         self._vocabulary = json.loads((options.hf_model / "config.json").read_text())["vocab_size"]
 
     def _packs(self, module: Any, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-        limit = self._options.tokens_per_forward if packs_sequences(module) else 0
+        limit = self._options.tokens_per_forward if on_gpu(module) else 0
         for pack in packs([len(sample.ids_S) for sample in samples], limit):
             yield [samples[index] for index in pack]
 
@@ -122,4 +122,5 @@ class Policy:
         (training, rollout), hf_config = self._options.recipes, self._options.hf_model
         if training == rollout:
             return MegatronSource(self.model, hf_config=hf_config)
-        return RequantizedSource(self.model, hf_config=hf_config, recipe=rollout)
+        one_scale = self._options.rollout_scales == "matrix"
+        return RequantizedSource(self.model, hf_config=hf_config, recipe=rollout, one_scale=one_scale)

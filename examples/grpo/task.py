@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -44,10 +45,10 @@ class Task:
         self.longest_prompt = max(len(problem.prompt) for problem in [*self.problems, *self.held_out])
 
     def score(self, output: Sequence[int], problem: Problem) -> float:
-        """Between 0 and 1; 1 is right. What stands in <answer> tags is the answer, or else everything is."""
+        """Between 0 and 1; 1 is right. The answer is the last match of --answer, or in <answer> tags, or everything."""
         text = self._tokenizer.decode(output, skip_special_tokens=True).strip()
-        answer = extract_answer(text) or text
-        return float(self._data.score_answer(answer, problem.entry))
+        found = re.findall(self._options.answer, text) if self._options.answer else []
+        return float(self._data.score_answer((found or [extract_answer(text) or text])[-1], problem.entry))
 
     def _problem(self, entry: dict[str, Any]) -> Problem:
         chat = [{"role": "user", "content": f"{entry['question']}\n{self._options.instruction}".strip()}]

@@ -13,11 +13,11 @@ import time
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from examples.grpo.options import WRITTEN, Options, parse
+from examples.grpo.options import Options, parse
 from examples.grpo.task import dataset
-from jetrl_megatron.demo.smollm import write_smollm
-from jetrl_megatron.demo.tiny import write_tiny
+from jetrl_megatron.demo.models import WRITTEN, write_once
 from jetrl_megatron.verify.environment import megatron_command, megatron_environment
+from jetrl_megatron.verify.hf_export import export_hf_folder
 from jetrl_megatron.verify.ranks import operators_of, process_group
 
 
@@ -35,11 +35,12 @@ def prepare(options: Options) -> None:
         options.require_resumable(json.loads(known.read_text()))
     elif options.folder.exists() and (not options.folder.is_dir() or any(options.folder.iterdir())):
         raise ValueError(f"out={options.out!r}: holds something that is no run, name another folder")
-    options.folder.mkdir(parents=True, exist_ok=True)
+    for folder in (options.folder, options.checkpoint.parent):
+        folder.mkdir(parents=True, exist_ok=True)
     known.write_text(json.dumps(dataclasses.asdict(options), indent=1))
-    if options.model in WRITTEN:
-        # Always the same bytes, so that one which was cut short by a kill is made good.
-        (write_smollm if options.model == "smollm2" else write_tiny)(options.hf_model)
+    write_once(options.model, options.hf_model)
+    if not options.checkpoint.is_dir():
+        export_hf_folder(options.hf_model, options.checkpoint, options.recipes[1])
 
 
 @record

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
-from jetrl_megatron.convert.fp8_weights import iter_fp8_weights
+from jetrl_megatron.convert.fp8_weights import SCALE, WEIGHT, iter_fp8_weights
 from jetrl_megatron.convert.hf_model import open_hf_model
 from jetrl_megatron.convert.mapping import HfMapping
 from jetrl_megatron.integrations.megatron_bridge import export_hf_weights
 from jetrl_megatron.recipe import JETRL_FP8, Fp8BlockRecipe
+from jetrl_megatron.reference import saturating_cast
 from jetrl_megatron.sync.manifest import Bucket
 from jetrl_megatron.sync.source import TensorSource
 
@@ -28,6 +29,10 @@ class RequantizedSource:
         model: what `build_model` returned.
         hf_config: the Hugging Face model that is trained: its folder, config.json or configuration object.
         recipe: of the rollout.
+        one_scale: all tiles of a matrix get one scale, as if it were quantised as a whole; engines read it as ever.
+
+    Raises:
+        ValueError: `one_scale` with scales that are powers of two.
     """
 
     distributed = True
@@ -38,8 +43,14 @@ class RequantizedSource:
         *,
         hf_config: PretrainedConfig | str | os.PathLike[str],
         recipe: Fp8BlockRecipe = JETRL_FP8,
+        one_scale: bool = False,
     ) -> None:
-        self.recipe = recipe
+        if one_scale and recipe.scale_format != "fp32":
+            raise ValueError(
+                f"one_scale=True with scale_format={recipe.scale_format!r}: a matrix gets the scale that fits it, use "
+                "'fp32'"
+            )
+        self.recipe, self._one_scale = recipe, one_scale
         self._model = model
         self._mapping = HfMapping(open_hf_model(hf_config))
         self._fresh = False
@@ -67,4 +78,29 @@ class RequantizedSource:
     def _quantized(self) -> Mapping[str, torch.Tensor]:
         exported = (self._mapping.from_hf(*item) for item in export_hf_weights(self._model))
         matrices = self._mapping.without_tied_head(exported)
+        if self._one_scale:
+            return _with_one_scale(matrices, self.recipe, self._mapping.num_layers)
         return dict(iter_fp8_weights(matrices, self.recipe, self._mapping.num_layers))
+
+
+def _with_one_scale(
+    matrices: Iterable[tuple[str, str, torch.Tensor]], recipe: Fp8BlockRecipe, num_layers: int
+) -> dict[str, torch.Tensor]:
+    """What `iter_fp8_weights` yields, with all tiles of a matrix quantised by the largest of their scales."""
+    matrix = torch.empty(0)
+
+    def watched() -> Iterator[tuple[str, str, torch.Tensor]]:
+        nonlocal matrix
+        for entry in matrices:
+            matrix = entry[-1]
+            yield entry
+
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in iter_fp8_weights(watched(), recipe, num_layers):
+        tensors[name] = tensor
+        if name.endswith(SCALE):
+            # It follows the codes of the matrix that came last.
+            largest = tensor.amax()
+            tensors[name] = largest.expand_as(tensor).contiguous()
+            tensors[name.removesuffix(SCALE) + WEIGHT] = saturating_cast(matrix.to(torch.float32) / largest, recipe)
+    return tensors

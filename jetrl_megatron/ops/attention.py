@@ -33,6 +33,7 @@ _HOME = "vllm.vllm_flash_attn"
 _SHORT_HEAD, _MIDDLE_HEAD, _LONGEST_HEAD = 64, 96, 256
 # More than the rows of the kernel for few queries, however many query heads share a key.
 _MANY_QUERIES = 65
+_DENSE_LENGTHS = 64
 
 
 @functools.cache
@@ -97,7 +98,9 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse_HT = ctx.saved_tensors
-        backward = _dense_backward if ctx.packing.equal else _packed_backward
+        # cuDNN prepares itself anew for every length, and in RL an answer that is alone in a pack has any length.
+        dense = ctx.packing.equal and ctx.packing.longest % _DENSE_LENGTHS == 0
+        backward = _dense_backward if dense else _packed_backward
         dq, dk, dv = backward(dout.contiguous(), q, k, v, out, lse_HT, ctx.packing, ctx.scale)
         return dq, dk, dv, None, None
 

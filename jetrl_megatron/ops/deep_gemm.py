@@ -62,9 +62,12 @@ class DeepGemm(HopperGemm):
         return y_MN[:rows]
 
     def accumulate_nt(self, a: BlockScaledTensor, b: BlockScaledTensor, out_NK: torch.Tensor) -> None:
+        # DeepGEMM compiles the columns and what is contracted into a kernel. Here that is the tokens, whose number
+        # changes from step to step in RL: the weight's sizes instead.
         _module().fp8_gemm_nt(
-            (a.data, a.scale), (b.data, b.scale), out_NK, c=out_NK, recipe=(1, 1, a.block[1]), disable_ue8m0_cast=True
-        )
+            (a.data, a.scale), (b.data, b.scale), out_NK, c=out_NK, recipe=(1, 1, a.block[1]), compiled_dims="mn",
+            disable_ue8m0_cast=True,
+        )  # fmt: skip
 
 
 def _at_least_rows(a: BlockScaledTensor, fewest: int) -> tuple[torch.Tensor, torch.Tensor]:

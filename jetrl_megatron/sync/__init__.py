@@ -6,11 +6,12 @@
 
 from jetrl_megatron.sync.manifest import WeightSyncError
 from jetrl_megatron.sync.receiver import WORKER_EXTENSION, receive_update, version_of, weight_version
-from jetrl_megatron.sync.source import TensorSource, WeightSource
+from jetrl_megatron.sync.source import HostSource, TensorSource, WeightSource
 from jetrl_megatron.sync.synchronizer import JetRLWeightSynchronizer, SyncReport
 
 __all__ = [
     "WORKER_EXTENSION",
+    "HostSource",
     "JetRLWeightSynchronizer",
     "SyncReport",
     "TensorSource",

@@ -84,6 +84,36 @@ class TensorSource:
         """Nothing to do."""
 
 
+class HostSource:
+    """Another source's weights by way of the host's memory, over transport "shm".
+
+    For a trainer and an engine on one machine whose processes cannot share a GPU's memory (CUDA IPC), as in some
+    containers.
+
+    Args:
+        source: where the weights are.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self.tensors, self.recipe = source.tensors, source.recipe
+        self.distributed, self.device = source.distributed, torch.device("cpu")
+
+    def refresh(self) -> list[str]:
+        """See `WeightSource`."""
+        return self._source.refresh()
+
+    def fill(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        """See `WeightSource`."""
+        filled = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._source.device)
+        self._source.fill(bucket, filled)
+        buffer.copy_(filled)
+
+    def release(self) -> None:
+        """See `WeightSource`."""
+        self._source.release()
+
+
 def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """A line for each tensor that holds NaN or infinity. Looks at all of them before it waits for a device."""
     filled = {name: tensor for name, tensor in tensors.items() if tensor.numel()}

@@ -1,7 +1,7 @@
 """Log-probs of a rollout's tokens by a Megatron model: packed sequences on a GPU, one by one elsewhere."""
 
 # Shape suffixes: S token positions of a sequence, T token positions of packed sequences, o their output tokens,
-# V vocabulary, W the rank's columns of it.
+# V vocabulary, W the rank's columns of it, B sequences side by side.
 
 from __future__ import annotations
 
@@ -63,6 +63,30 @@ def packs_sequences(module: Any) -> bool:
     return not on_cpu and not any(isinstance(part, DotProductAttention) for part in module.modules())
 
 
+def on_gpu(module: Any) -> bool:
+    """Whether a model is on a GPU, and `pack_log_probs` then takes several sequences at once, packed or padded."""
+    return bool(next(module.parameters()).is_cuda)
+
+
+def _batch_arguments(module: Any, sequences: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Arguments of a GPTModel's forward for sequences side by side, each padded with zeros behind its end.
+
+    Nothing looks ahead, so a padded sequence has the outputs of one that is not.
+    """
+    where = next(module.parameters()).device
+    ranks = parallel_state.get_tensor_model_parallel_world_size() if module.config.sequence_parallel else 1
+    longest = max(map(len, sequences))
+    ids_BS = torch.zeros(len(sequences), longest + -longest % ranks, dtype=torch.long)
+    for row_S, ids_S in zip(ids_BS, sequences, strict=True):
+        row_S[: len(ids_S)] = ids_S
+    length = ids_BS.shape[1]
+    return {
+        "input_ids": ids_BS.to(where),
+        "position_ids": torch.arange(length).expand_as(ids_BS).to(where),
+        "attention_mask": causal_mask(length).to(where),
+    }
+
+
 def forward_arguments(module: Any, sequences: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Arguments of a GPTModel's forward for sequences one after the other, on the model's device.
 
@@ -121,14 +145,16 @@ def pack_log_probs(module: Any, members: Sequence[tuple[torch.Tensor, int]], voc
     Returns:
         float32, one for each output token, on the model's device; differentiable.
     """
-    arguments = forward_arguments(module, [ids_S for ids_S, _ in members])
-    ids_T = arguments["input_ids"][0]
-    logits_TW: torch.Tensor = module(**arguments)[0]
+    sequences = [ids_S for ids_S, _ in members]
+    side_by_side = len(members) > 1 and on_gpu(module) and not packs_sequences(module)
+    arguments = (_batch_arguments if side_by_side else forward_arguments)(module, sequences)
+    ids_T = arguments["input_ids"].flatten()
+    logits_TW: torch.Tensor = module(**arguments).flatten(0, 1)
     rows, start = [], 0
     for ids_S, prompt in members:
         # The token before predicts: the last one of the prompt predicts the first one of the output.
         rows.append(torch.arange(start + prompt - 1, start + len(ids_S) - 1))
-        start += len(ids_S)
+        start += arguments["input_ids"].shape[1] if side_by_side else len(ids_S)
     rows_o = torch.cat(rows).to(ids_T.device)
     return token_log_probs(logits_TW[rows_o], ids_T[rows_o + 1], vocabulary=vocabulary, group=_tensor_group())
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from jetrl_megatron.convert.stored import read_config
 from jetrl_megatron.recipe import VLLM_CONFIG_KEY, Fp8BlockRecipe
 from jetrl_megatron.sync import receive_update
 from jetrl_megatron.verify.engine import engine_arguments, engine_environment, require_plugin, sequences_of
@@ -29,9 +30,12 @@ from jetrl_megatron.verify.rollouts import ScoredSequence
 _OF_TRAINER = ("TORCHELASTIC", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "CUDA_DEVICE_MAX_CONN")
 _LOG_CHARACTERS = 3000
 
-
 _CAPTURED = (8, 32, 128, 256)
 """Sequences at once for which CUDA graphs are captured; few, since DeepGEMM compiles for each. The last is the most."""
+_TOKENS_OF_A_STEP = 8192
+_LENGTH_STEP = 128
+_FREE_SHARE = 0.03
+_SECONDS_TO_END = 30.0
 
 
 def live_request(
@@ -42,7 +46,7 @@ def live_request(
     sequences: int,
     longest: int,
     tensor_parallel: int = 1,
-    memory_share: float = 0.4,
+    kv_cache_gib: float = 8.0,
 ) -> EngineRequest:
     """How to start an engine beside a trainer, on its GPUs or its CPU.
 
@@ -53,7 +57,8 @@ def live_request(
         sequences: how many are generated at once, if there is room.
         longest: tokens of the longest one, prompt and output.
         tensor_parallel: ranks.
-        memory_share: part of each GPU's memory that the engine takes; it has to be free when the engine starts.
+        kv_cache_gib: memory of each GPU for keys and values. A size, not a share of what is free: others on the same
+            GPU take and free memory meanwhile, which vLLM's own measurement does not survive.
     """
     cuda, sequences = torch.cuda.is_available(), min(sequences, _CAPTURED[-1])
     arguments: dict[str, Any] = {
@@ -63,9 +68,16 @@ def live_request(
         "max_num_seqs": sequences,
     }
     if cuda:
+        # vLLM's cache of compiled graphs goes by this length too, and runs differ in their longest prompt.
+        rounded = -(-arguments["max_model_len"] // _LENGTH_STEP) * _LENGTH_STEP
+        most = read_config(checkpoint).get("max_position_embeddings", rounded)
+        arguments["max_model_len"] = max(min(rounded, most), arguments["max_model_len"])
         captured = [size for size in _CAPTURED if size < sequences] + [sequences]
         arguments["compilation_config"] = {"cudagraph_capture_sizes": captured}
-        arguments["gpu_memory_utilization"] = memory_share
+        arguments["max_num_batched_tokens"] = max(_TOKENS_OF_A_STEP, sequences)
+        arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
+        # What must be free at the start, besides.
+        arguments["gpu_memory_utilization"] = _FREE_SHARE
     else:
         arguments["max_num_batched_tokens"] = longest + sequences
     return EngineRequest(
@@ -75,6 +87,8 @@ def live_request(
         cuda=cuda,
         tensor_parallel=tensor_parallel,
         engine_args=arguments,
+        # The engine of one rank needs no process beside this one's own, which is there for it alone.
+        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if tensor_parallel == 1 else {},
     )
 
 
@@ -146,7 +160,12 @@ class LiveEngine:
     def close(self) -> None:
         """Ends it."""
         self._connection.close()
-        self._process.wait()
+        try:
+            self._process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            # It has nothing left to say, and its memory is wanted.
+            self._process.kill()
+            self._process.wait()
 
     def _send(self, *command: Any) -> None:
         try:

@@ -32,6 +32,9 @@ WRONG = {
     "rollout_scales='fp32': use precision jetrl_fp8 with it": {"precision": "bf16", "rollout_scales": "fp32"},
     "task_config='[1]': use a JSON object": {"task_config": "[1]"},
     "task_config='{': use a JSON object": {"task_config": "{"},
+    "answer='(': use a regular expression": {"answer": "("},
+    "rollout_memory=0.5: use 1 or more": {"rollout_memory": 0.5},
+    "transport='ipc': use one of auto, shm": {"transport": "ipc"},
 }
 
 
@@ -61,7 +64,8 @@ def test_recipes_follow_precision_and_ablations() -> None:
     ablated = dataclasses.replace(JETRL_FP8, dgrad="bf16", saved_activation="bf16")
     assert Options(out="x", ablate="dgrad,saved_activation").recipes == (ablated, ablated)
     other = dataclasses.replace(JETRL_FP8, scale_format="fp32")
-    assert Options(out="x", rollout_scales="fp32").recipes == (JETRL_FP8, other)
+    for scales in ("fp32", "matrix"):
+        assert Options(out="x", rollout_scales=scales).recipes == (JETRL_FP8, other)
 
 
 @pytest.mark.parametrize(
@@ -183,6 +187,15 @@ def test_task_scores_answers_with_and_without_tags(tiny: Path) -> None:
     assert task.score([*answer, tokenizer.eos_token_id], problem) == 1.0
     assert task.score(answer[:1], problem) == pytest.approx(1 / len(answer))
     assert task.score([], problem) == 0.0
+
+
+def test_task_takes_the_last_match_of_a_pattern_for_the_answer(tiny: Path) -> None:
+    from transformers import AutoTokenizer
+
+    task = _task(tiny, answer="[a-z]+")
+    problem = task.problems[0]
+    said = AutoTokenizer.from_pretrained(str(tiny)).encode(f"it is {problem.entry['answer'].lower()} .")
+    assert task.score(said, problem) == 1.0
 
 
 def test_task_with_too_few_problems_is_refused(tiny: Path) -> None:

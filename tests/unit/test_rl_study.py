@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.rl.plot import by_position, collect, summarize, tables
+from benchmarks.rl.pool import Job, Place, places, run_all
 from benchmarks.rl.variants import PRECISIONS, VARIANTS, RunFolder, found_in, runs_of
 from examples.grpo.options import parse
 
@@ -122,6 +125,31 @@ def test_run_leaves_complete_runs_alone_and_clears_their_working_folders(study: 
     assert done.returncode == 0 and "2 of 2 runs complete" in done.stdout, done.stderr
     assert (study / "jetrl_fp8/seed0/metrics.jsonl").read_text() == before
     assert not (study / "jetrl_fp8/seed0/checkpoints").exists()
+
+
+def test_places_share_gpus_and_cores() -> None:
+    cores = os.sched_getaffinity(0)
+    three = places(["2", "5"], 3)
+    assert [place.gpu for place in three] == ["2", "5", "2"]
+    assert {core for place in three for core in place.cores} == cores
+    assert places([], 1) == [Place(None, frozenset(cores))]
+
+
+def test_pool_runs_beside_each_other_and_tells_who_failed(tmp_path: Path) -> None:
+    says = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], len(os.sched_getaffinity(0)))"
+    ended: list[str] = []
+
+    def job(name: str, code: str, may_start: Callable[[], bool] = lambda: True) -> Job:
+        command = [sys.executable, "-c", code]
+        return Job(name, lambda: command, tmp_path / "logs" / name, may_start, lambda: ended.append(name))
+
+    # The second waits for the first, although there is a place for it.
+    jobs = [job("first", says), job("second", f"{says}; raise SystemExit(3)", lambda: ended == ["first"])]
+    assert run_all(jobs, places(["7"], 2)) == ["second"] and ended == ["first", "second"]
+    assert (tmp_path / "logs/first").read_text().split()[0] == "7"
+    # Somebody who waits for nobody that runs is let go.
+    assert run_all([job("third", "pass", lambda: False)], places([], 1)) == [] and ended[-1] == "third"
+    assert run_all([job("fourth", "pass")], places([], 1), lambda: False) == [] and "fourth" not in ended
 
 
 def call(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
