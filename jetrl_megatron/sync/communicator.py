@@ -23,8 +23,9 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from jetrl_megatron.sync.manifest import WeightSyncError
 from jetrl_megatron.sync.wire import Message
 
-POLL_SECONDS = 2e-4
+_POLL_SECONDS = 2e-4
 """Between two looks at something that is under way."""
+_GRACE_SECONDS = 0.2
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Communicator:
         self._backend: Any = _awaited(lambda: make(device), failure, timeout, check)
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
-        """Starts a broadcast from rank 0; returns torch's handle, see `finished`.
+        """Starts a broadcast from rank 0; returns torch's handle, see `wait_for`.
 
         Raises:
             WeightSyncError: it cannot be started.
@@ -104,18 +105,31 @@ class Communicator:
         return backend
 
 
-def finished(work: Any) -> bool:
-    """Whether a broadcast is over.
+def wait_for(work: Any, timeout: float, check: Callable[[], None], late: str) -> None:
+    """Waits for a broadcast.
+
+    Args:
+        timeout: seconds.
+        check: raises if another process is gone.
+        late: what is said when the time is over.
 
     Raises:
-        WeightSyncError: it failed.
+        WeightSyncError: it failed or did not end in time, or `check` raised.
     """
+    deadline = time.monotonic() + timeout
     try:
-        done: bool = work.is_completed()
-        if done:
-            work.wait()
-        return done
+        while not work.is_completed():
+            check()
+            if time.monotonic() > deadline:
+                raise WeightSyncError([late])
+            time.sleep(_POLL_SECONDS)
+        work.wait()
+    except WeightSyncError:
+        raise
     except RuntimeError as error:
+        # The broadcast may be the first to notice that a process is gone; `check` knows which.
+        time.sleep(_GRACE_SECONDS)
+        check()
         raise WeightSyncError([f"a broadcast failed: {error}"]) from error
 
 
@@ -153,7 +167,7 @@ def _awaited(make: Callable[[], Any], failure: str, timeout: float, check: Calla
             check()
             if time.monotonic() > deadline:
                 raise WeightSyncError([f"{failure} after {timeout:g} s: one of them does not take part"])
-            time.sleep(POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)
     except WeightSyncError:
         if not future.cancel() and future.exception() is None:
             future.result().abort()

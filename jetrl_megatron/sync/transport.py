@@ -13,7 +13,6 @@ import datetime
 import os
 import re
 import secrets
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -21,7 +20,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from jetrl_megatron.sync.communicator import POLL_SECONDS, Communicator, finished
+from jetrl_megatron.sync.communicator import Communicator, wait_for
 from jetrl_megatron.sync.manifest import WeightSyncError
 from jetrl_megatron.sync.wire import Connection, Message
 
@@ -227,12 +226,8 @@ class GroupSending:
         Raises:
             WeightSyncError: it does not end in time, or a worker is gone.
         """
-        work, deadline = self._works.pop(slot), time.monotonic() + timeout
-        while not finished(work):
-            check()
-            if time.monotonic() > deadline:
-                raise WeightSyncError([f"a broadcast did not end within {timeout:g} s: a worker does not take part"])
-            time.sleep(POLL_SECONDS)
+        late = f"a broadcast did not end within {timeout:g} s: a worker does not take part"
+        wait_for(self._works.pop(slot), timeout, check, late)
 
     def end(self, *, failed: bool) -> None:
         """See `Sending`."""
@@ -279,13 +274,9 @@ class GroupReceiving:
             WeightSyncError: the sender is gone, gives up or stands still.
         """
         assert self.group is not None
-        bucket, deadline = self._slot[:nbytes], time.monotonic() + connection.timeout
-        work = self.group.broadcast(bucket)
-        while not finished(work):
-            connection.check()
-            if time.monotonic() > deadline:
-                raise WeightSyncError([f"a broadcast of {connection.peer} did not end in {connection.timeout:g} s"])
-            time.sleep(POLL_SECONDS)
+        bucket = self._slot[:nbytes]
+        late = f"a broadcast of {connection.peer} did not end in {connection.timeout:g} s"
+        wait_for(self.group.broadcast(bucket), connection.timeout, connection.check, late)
         return bucket
 
     def end(self, *, failed: bool) -> None:
