@@ -55,7 +55,8 @@ def main() -> None:
     """Runs the cases one after the other; the status is the worst of theirs."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_verify", description=__doc__.splitlines()[0])
     parser.add_argument("--cases", default=",".join(CASES), help=f"comma-separated, of {', '.join(CASES)}")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size of both sides")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size")
+    parser.add_argument("--rollout-tp", type=int, help="of the rollout, if it is another")
     parser.add_argument("--sequence-parallel", action="store_true", help="of training")
     parser.add_argument("--scale-format", choices=("ue8m0", "fp32"), default="ue8m0", help="of the recipe")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps before the weight update")
@@ -95,6 +96,7 @@ def run(name: str, options: argparse.Namespace, command: str) -> int:
 
     model, started = CASES[name], time.perf_counter()
     label = name + (f"_tp{options.tp}" if options.tp > 1 else "")
+    label += f"_rollout_tp{options.rollout_tp}" if options.rollout_tp else ""
     label += "_sp" if options.sequence_parallel else ""
     label += "" if options.scale_format == "ue8m0" else f"_{options.scale_format}"
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
@@ -114,6 +116,7 @@ def run(name: str, options: argparse.Namespace, command: str) -> int:
                     train=train,
                     rollout=rollout,
                     tp=options.tp,
+                    rollout_tp=options.rollout_tp,
                     sequence_parallel=options.sequence_parallel,
                     sequences=sequences,
                     tokens=tokens,

@@ -22,6 +22,8 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
 from jetrl_megatron.layers import (
@@ -164,7 +166,8 @@ def jetrl_spec(spec: Any, recipe: Fp8BlockRecipe = JETRL_FP8, *, parity: bool = 
 
     With `parity`, norms, RoPE and attention become operators whose forward gives vLLM's bytes (`JetRLRMSNorm`,
     `JetRLSelfAttention`, `JetRLFlashAttention`), where the rollout runs with `recipe.to_vllm_engine_args()`. Final norm
-    and output layer are no part of a layer spec: `use_parity_head(model)` swaps those.
+    and output layer are no part of a layer spec: `use_parity_head(model)` swaps those. `parity_block_spec` is for
+    sequence parallelism without TransformerEngine.
 
     Args:
         spec: ModuleSpec, a submodules dataclass, functools.partial, list, or class. Not modified.
@@ -184,6 +187,33 @@ def jetrl_spec(spec: Any, recipe: Fp8BlockRecipe = JETRL_FP8, *, parity: bool = 
             "submodules, e.g. get_gpt_layer_local_spec()"
         )
     return swapped
+
+
+def parity_block_spec(
+    config: TransformerConfig, spec: Any, recipe: Fp8BlockRecipe = JETRL_FP8, *, vp_stage: int | None = None
+) -> Any:
+    """`jetrl_spec(..., parity=True)` for all layers of this pipeline stage, with the final norm.
+
+    A layer's spec leaves the final norm to Megatron, whose own one, without TransformerEngine, refuses sequence
+    parallelism.
+
+    Args:
+        config: of the model; says how many layers the stage has.
+        spec: a layer's ModuleSpec; a block's spec is taken as `jetrl_spec` takes it.
+        recipe: how to quantise, and which linears stay BF16.
+        vp_stage: virtual pipeline stage.
+
+    Returns:
+        TransformerBlockSubmodules for a layer's spec, else a spec of the same kind.
+
+    Raises:
+        ValueError: as for `jetrl_spec`.
+    """
+    swapped = jetrl_spec(spec, recipe, parity=True)
+    if not isinstance(swapped, ModuleSpec) or not issubclass(swapped.module, BaseTransformerLayer):
+        return swapped
+    layers = get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[swapped] * layers, layer_norm=JetRLRMSNorm)
 
 
 def _holds_fp8_linear(spec: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jetrl_megatron.demo.scales import Comparison
 from jetrl_megatron.recipe import Fp8BlockRecipe
-from jetrl_megatron.verify.logprobs import LogProbs, markdown_table, windows
+from jetrl_megatron.verify.logprobs import LogProbs, curve, markdown_table
 
 QUESTION = "What is the capital of France?"
 """What the trained model is asked, through its chat template, greedily."""
@@ -25,7 +25,6 @@ PAIRINGS = {
 
 _SHOWN = ("tokens", "tokens_differing", "gen_kl_error", "token_mult_prob_error", "max_abs_dlogp")
 _SCALE_HEAD = ("pair", "matrices", "scales", "codes", "equal")
-_WINDOW = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,6 @@ class DemoReport:
 
     def to_dict(self) -> dict[str, Any]:
         """report.json."""
-        positions = {key: logprobs.by_position() for key, logprobs in self.logprobs.items()}
         return {
             "options": dict(self.options),
             "recipe": {**self.recipe.to_dict(), "fingerprint": self.recipe.fingerprint},
@@ -68,9 +66,7 @@ class DemoReport:
             "scales_equal": {pair: comparison.equal for pair, comparison in self.scales.items()},
             "scales": {pair: comparison.to_dict() for pair, comparison in self.scales.items()},
             "mismatch": {key: logprobs.mismatch.to_dict() for key, logprobs in self.logprobs.items()},
-            "abs_dlogp_by_position": {
-                key: {"mean": mean, "tokens": tokens} for key, (mean, tokens) in positions.items()
-            },
+            "by_position": {key: logprobs.rows_by_position() for key, logprobs in self.logprobs.items()},
             "question": QUESTION,
             "answer": self.answers["fp8"],
             "answers": dict(self.answers),
@@ -154,11 +150,11 @@ def _plot(report: DemoReport, path: Path) -> None:
     loss_axes.plot(range(len(report.loss)), report.loss, marker="o")
     loss_axes.set(title="FP8 training", xlabel="step", ylabel="loss over the answers")
     for key, logprobs in report.logprobs.items():
-        position, mean = windows(*logprobs.by_position(), _WINDOW)
-        mismatch_axes.plot(position, mean, marker=".", label=PAIRINGS[key])
+        points = curve(logprobs.rows_by_position(), "mean_abs_dlogp")
+        mismatch_axes.plot(*points, marker=".", label=PAIRINGS[key])
     mismatch_axes.set(
         title="Training against rollout",
-        xlabel=f"generated token (windows of {_WINDOW})",
+        xlabel="generated token",
         ylabel="mean |dlogp|",
         ylim=0,
     )

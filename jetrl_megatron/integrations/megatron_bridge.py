@@ -149,14 +149,16 @@ def jetrl_layer_spec(
         vp_stage: virtual pipeline stage, for layer specs that ask for it.
         layer_spec: a ModuleSpec, or a callable `(config)` or `(config, vp_stage)` that returns one.
         recipe: which linears run in FP8 and how.
-        parity: see `jetrl_spec`.
+        parity: see `jetrl_spec`; a layer's spec becomes the block spec of its stage, with the final norm in it.
     """
-    from jetrl_megatron.spec import jetrl_spec
+    from jetrl_megatron.spec import jetrl_spec, parity_block_spec
 
     if callable(layer_spec):
         takes_stage = "vp_stage" in inspect.signature(layer_spec).parameters
         layer_spec = layer_spec(config, vp_stage=vp_stage) if takes_stage else layer_spec(config)
-    return jetrl_spec(layer_spec, recipe, parity=parity)
+    if parity:
+        return parity_block_spec(config, layer_spec, recipe, vp_stage=vp_stage)
+    return jetrl_spec(layer_spec, recipe)
 
 
 def export_hf_weights(models: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:

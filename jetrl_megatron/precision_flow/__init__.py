@@ -11,7 +11,7 @@ from jetrl_megatron.precision_flow.graph import (
     differences,
     merge,
 )
-from jetrl_megatron.precision_flow.mismatch import Mismatch, abs_dlogp_by_position, mismatch, mismatch_by_position
+from jetrl_megatron.precision_flow.mismatch import Mismatch, mismatch, mismatch_by_position
 from jetrl_megatron.precision_flow.report import CheckReport, check
 from jetrl_megatron.precision_flow.rollout import rollout_graph
 
@@ -25,7 +25,6 @@ __all__ = [
     "NotPromised",
     "PrecisionGraph",
     "RankReport",
-    "abs_dlogp_by_position",
     "check",
     "contains",
     "differences",

@@ -104,25 +104,6 @@ def mismatch(rollout_logprobs: torch.Tensor, train_logprobs: torch.Tensor, mask:
     )
 
 
-def abs_dlogp_by_position(
-    rollout_logprobs: torch.Tensor, train_logprobs: torch.Tensor, mask: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean |p - g| at each token position, over the sequences that have an unmasked token there.
-
-    Args:
-        rollout_logprobs, train_logprobs, mask: as for `mismatch`.
-
-    Returns:
-        mean float64 [T], 0 where no token counts; count int64 [T].
-
-    Raises:
-        ValueError: as for `mismatch`.
-    """
-    d_BT, mask_BT = _checked(rollout_logprobs, train_logprobs, mask)
-    count_T = mask_BT.sum(0)
-    return d_BT.abs().sum(0) / count_T.clamp_min(1), count_T
-
-
 def mismatch_by_position(
     rollout_logprobs: torch.Tensor, train_logprobs: torch.Tensor, mask: torch.Tensor, *, ranges: int = 64
 ) -> list[tuple[int, Mismatch]]:

@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from jetrl_megatron.precision_flow import Mismatch, abs_dlogp_by_position, mismatch
+from jetrl_megatron.precision_flow import Mismatch, mismatch, mismatch_by_position
 from jetrl_megatron.verify.rollouts import Rollout
 
 
@@ -54,10 +54,10 @@ class LogProbs:
         """The metrics over all tokens."""
         return mismatch(self.rollout, self.train, self.mask)
 
-    def by_position(self) -> tuple[list[float], list[int]]:
-        """Mean |dlogp| and number of tokens for each token position."""
-        mean_T, count_T = abs_dlogp_by_position(self.rollout, self.train, self.mask)
-        return mean_T.tolist(), count_T.tolist()
+    def rows_by_position(self) -> list[dict[str, Any]]:
+        """The metrics of up to 64 ranges of token positions, with their first positions; empty ranges are left out."""
+        ranges = mismatch_by_position(self.rollout, self.train, self.mask)
+        return [{"position": position, **found.to_dict()} for position, found in ranges if found.tokens]
 
 
 def _padded(sequences: Sequence[Sequence[float]], mask_BT: torch.Tensor) -> torch.Tensor:
@@ -67,24 +67,14 @@ def _padded(sequences: Sequence[Sequence[float]], mask_BT: torch.Tensor) -> torc
     return values_BT
 
 
-def windows(mean: Sequence[float], tokens: Sequence[int], width: int) -> tuple[list[float], list[float]]:
-    """Token-weighted means over windows of positions; a window without tokens is left out.
+def curve(rows: Sequence[Mapping[str, Any]], metric: str) -> tuple[list[int], list[float]]:
+    """Positions and values of one metric, for a plot.
 
     Args:
-        mean, tokens: what `LogProbs.by_position` returns.
-
-    Returns:
-        centre and mean of each window.
+        rows: what `LogProbs.rows_by_position` returns.
+        metric: a field of `Mismatch`.
     """
-    centres, means = [], []
-    for start in range(0, len(mean), width):
-        count = sum(tokens[start : start + width])
-        if not count:
-            continue
-        total = sum(m * n for m, n in zip(mean[start : start + width], tokens[start : start + width], strict=True))
-        centres.append(start + (min(width, len(mean) - start) - 1) / 2)
-        means.append(total / count)
-    return centres, means
+    return [row["position"] for row in rows], [row[metric] for row in rows]
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

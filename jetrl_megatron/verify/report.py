@@ -1,4 +1,4 @@
-"""What `jetrl verify` found: rows for JSON, a table, and a plot of |dlogp| against token position."""
+"""What `jetrl verify` found: rows for JSON, a table, and a plot of |dlogp| and KL against token position."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jetrl_megatron.verify.logprobs import LogProbs, markdown_table, windows
+from jetrl_megatron.verify.logprobs import LogProbs, curve, markdown_table
 from jetrl_megatron.verify.requests import VARIANTS
 
 _SHOWN = (
@@ -21,7 +21,7 @@ _SHOWN = (
     "token_mult_prob_error",
     "max_abs_dlogp",
 )
-_POINTS = 100
+_PLOTTED = {"mean_abs_dlogp": "mean |dlogp|", "gen_kl_error": "KL(rollout || training)"}
 # Below float32's resolution of any log-prob, above zero: where a logarithmic axis turns linear.
 _SMALLEST = 1e-8
 _LINES = 12
@@ -44,9 +44,9 @@ class Comparison:
     tokens_per_second: float
 
     @property
-    def title(self) -> str:
+    def scored_by(self) -> str:
         """For tables and plots."""
-        return f"{VARIANTS.get(self.variant, 'the engine itself, prefill')}, {self.batch}"
+        return VARIANTS.get(self.variant, "the engine itself, prefill")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,8 +106,7 @@ class VerifyReport:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Rows, findings, and |dlogp| by position, ready for JSON."""
-        positions = {f"{c.variant}/{c.batch}": c.logprobs.by_position() for c in self.comparisons}
+        """Rows, findings, and the metrics by position, ready for JSON."""
         return {
             "status": self.status,
             "promised": self.promised,
@@ -115,9 +114,7 @@ class VerifyReport:
             "differences": list(self.differences),
             "weights": list(self.weights),
             "rows": self.rows(),
-            "abs_dlogp_by_position": {
-                key: {"mean": mean, "tokens": tokens} for key, (mean, tokens) in positions.items()
-            },
+            "by_position": {f"{c.variant}/{c.batch}": c.logprobs.rows_by_position() for c in self.comparisons},
         }
 
     def verdict(self) -> str:
@@ -151,7 +148,7 @@ class VerifyReport:
         for comparison in self.comparisons:
             metrics = comparison.logprobs.mismatch.to_dict()
             values = [_number(metrics[name]) for name in _SHOWN]
-            rows.append([comparison.title, *values, f"{comparison.tokens_per_second:.0f}"])
+            rows.append([f"{comparison.scored_by}, {comparison.batch}", *values, f"{comparison.tokens_per_second:.0f}"])
         return rows
 
     def write_json(self, path: Path) -> None:
@@ -160,25 +157,25 @@ class VerifyReport:
             unfinished.write_text(json.dumps(_finite(self.to_dict()), indent=1, allow_nan=False) + "\n")
 
     def write_plot(self, path: Path) -> None:
-        """Draws mean |dlogp| against token position; zero has a place below the smallest difference."""
+        """Draws mean |dlogp| and KL against token position; zero has a place below the smallest difference."""
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        axes = figure.subplots()
-        for comparison in self.comparisons:
-            mean, tokens = comparison.logprobs.by_position()
-            centres, means = windows(mean, tokens, max(1, len(mean) // _POINTS))
-            axes.plot(centres, means, marker=".", linewidth=1, label=comparison.title)
-        axes.set_yscale("symlog", linthresh=_SMALLEST)
-        axes.set(
-            title=f"{self.about.get('model', '')}: training against rollout".lstrip(": "),
-            xlabel="generated token",
-            ylabel="mean |dlogp|",
-            ylim=(-_SMALLEST / 4, None),
-        )
-        if self.comparisons:
-            axes.legend(fontsize="small")
-        axes.grid(alpha=0.3)
+        figure = Figure(figsize=(8, 7), layout="constrained")
+        panels = figure.subplots(len(_PLOTTED), sharex=True)
+        colors = {name: f"C{index}" for index, name in enumerate(dict.fromkeys(c.scored_by for c in self.comparisons))}
+        for axes, (metric, label) in zip(panels, _PLOTTED.items(), strict=True):
+            for comparison in self.comparisons:
+                rows, color = comparison.logprobs.rows_by_position(), colors[comparison.scored_by]
+                axes.plot(*curve(rows, metric), marker=".", linewidth=1, color=color)
+            axes.set_yscale("symlog", linthresh=_SMALLEST)
+            axes.set(ylabel=label, ylim=(-_SMALLEST / 4, None))
+            axes.grid(alpha=0.3)
+        for name, color in colors.items():
+            panels[0].plot([], [], color=color, label=name)
+        if colors:
+            panels[0].legend(fontsize="small")
+        panels[0].set_title(f"{self.about.get('model', '')}: training against rollout".lstrip(": "))
+        panels[-1].set_xlabel("generated token")
         with _complete(path) as unfinished:
             figure.savefig(unfinished, dpi=120)
 

@@ -15,7 +15,7 @@ from jetrl_megatron.demo.report import PAIRINGS, DemoReport
 from jetrl_megatron.layout import TileLayout, gated_layout, plain_layout, qkv_layout
 from jetrl_megatron.ops import LinearOperand, quantize_weight
 from jetrl_megatron.recipe import JETRL_FP8
-from jetrl_megatron.verify.logprobs import LogProbs
+from jetrl_megatron.verify.logprobs import LogProbs, curve
 
 BLOCK = JETRL_FP8.block
 
@@ -172,7 +172,9 @@ def test_logprobs_pads_and_masks() -> None:
     logprobs = LogProbs.of([[-1.0], [-2.0, -3.0]], [[-1.0], [-2.0, -2.5]])
     assert logprobs.mask.tolist() == [[True, False], [True, True]]
     assert (logprobs.mismatch.tokens, logprobs.mismatch.tokens_differing) == (3, 1)
-    assert logprobs.by_position() == ([0.0, 0.5], [2, 1])
+    rows = logprobs.rows_by_position()
+    assert [(row["position"], row["mean_abs_dlogp"], row["tokens"]) for row in rows] == [(0, 0.0, 2), (1, 0.5, 1)]
+    assert curve(rows, "mean_abs_dlogp") == ([0, 1], [0.0, 0.5])
     with pytest.raises(ValueError, match=r"\[1\] log-probs from the rollout, \[2\] from training"):
         LogProbs.of([[-1.0]], [[-1.0, -2.0]])
 
@@ -198,7 +200,7 @@ def test_report_writes_json_markdown_and_plot(tmp_path: Path) -> None:
     assert report["scales_equal"] == {"training_tp2/export": True}
     assert set(report["mismatch"]) == set(PAIRINGS)
     assert report["mismatch"]["fp8_train_fp8_rollout"]["gen_kl_error"] == pytest.approx(0.013120, abs=1e-6)
-    assert report["abs_dlogp_by_position"]["bf16_train_bf16_rollout"]["tokens"] == [1, 1]
+    assert [row["tokens"] for row in report["by_position"]["bf16_train_bf16_rollout"]] == [1, 1]
     assert report["loss"] == [2.5, 2.25]
     assert "Paris" in report["answer"]
     assert report["recipe"]["fingerprint"] == JETRL_FP8.fingerprint

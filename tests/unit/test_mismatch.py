@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from jetrl_megatron.precision_flow import abs_dlogp_by_position, mismatch, mismatch_by_position
+from jetrl_megatron.precision_flow import mismatch, mismatch_by_position
 from jetrl_megatron.precision_flow.mismatch import mismatch_of_sequences
 
 INF, NAN = math.inf, math.nan
@@ -101,17 +101,9 @@ def test_mismatch_shapes_differ_raises() -> None:
     with pytest.raises(ValueError, match=r"\[2, 3\].*\[2, 4\].*\[2, 3\].*shifted"):
         mismatch(torch.zeros(2, 3), torch.zeros(2, 4), torch.ones(2, 3))
     with pytest.raises(ValueError, match="one shape"):
-        abs_dlogp_by_position(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(3))
+        mismatch(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(3))
     with pytest.raises(ValueError, match=r"\[B, T\]"):
         mismatch(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), torch.ones(1, 2, 3))
-
-
-def test_abs_dlogp_by_position_values_exact() -> None:
-    rollout = torch.tensor([[-1.0, -1.0, NAN], [-2.0, -INF, NAN]])
-    train = torch.tensor([[-1.5, -1.25, 0.0], [-1.0, 0.0, 0.0]])
-    mean, count = abs_dlogp_by_position(rollout, train, torch.tensor([[1, 1, 0], [1, 0, 0]]))
-    assert mean.tolist() == [0.75, 0.25, 0.0]
-    assert count.tolist() == [2, 1, 0]
 
 
 @pytest.mark.parametrize(("ranges", "firsts"), [(1, [0]), (2, [0, 3]), (4, [0, 2, 4]), (64, [0, 1, 2, 3, 4])])

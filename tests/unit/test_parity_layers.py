@@ -17,7 +17,7 @@ from jetrl_megatron.layers import (
     use_parity_head,
 )
 from jetrl_megatron.layers.attention import _packing, _positions
-from jetrl_megatron.spec import jetrl_spec
+from jetrl_megatron.spec import jetrl_spec, parity_block_spec
 from tests.unit.test_spec import TOKENS, config
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -49,6 +49,16 @@ def test_parity_spec_swaps_every_operator_and_keeps_the_state_dict():
     assert isinstance(layer.self_attention.core_attention, JetRLFlashAttention)
     tensors = {name for name, value in plain.state_dict().items() if isinstance(value, torch.Tensor)}
     assert {name for name, value in parity.state_dict().items() if isinstance(value, torch.Tensor)} == tensors
+
+
+def test_parity_block_spec_brings_a_final_norm_that_takes_sequence_parallelism():
+    settings = config(qk_layernorm=True)
+    spec = parity_block_spec(settings, get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True))
+    assert len(spec.layer_specs) == settings.num_layers
+    settings.sequence_parallel = True
+    norm = spec.layer_norm(config=settings, hidden_size=settings.hidden_size, eps=settings.layernorm_epsilon)
+    assert isinstance(norm, JetRLRMSNorm) and norm.weight.sequence_parallel
+    assert parity_block_spec(settings, spec).layer_norm is JetRLRMSNorm
 
 
 def test_use_parity_head_keeps_parameters_and_is_idempotent():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from jetrl_megatron.precision_flow import Mismatch
-from jetrl_megatron.verify.logprobs import LogProbs, windows
+from jetrl_megatron.verify.logprobs import LogProbs
 from jetrl_megatron.verify.report import Comparison, VerifyReport
 from jetrl_megatron.verify.rollouts import Rollout, ScoredSequence
 
@@ -88,7 +88,10 @@ def test_report_writes_json_and_plot(tmp_path: Path) -> None:
     report.write_json(tmp_path / "out.json")
     report.write_plot(tmp_path / "out.png")
     read = json.loads((tmp_path / "out.json").read_text())
-    assert read["abs_dlogp_by_position"]["bf16/start"] == {"mean": [0.375, 0.25], "tokens": [2, 1]}
+    first, second = read["by_position"]["bf16/start"]
+    assert (first["position"], first["mean_abs_dlogp"], first["tokens"]) == (0, 0.375, 2)
+    assert (second["position"], second["mean_abs_dlogp"], second["tokens"]) == (1, 0.25, 1)
+    assert first["gen_kl_error"] > 0 and read["by_position"]["parity/start"][1]["gen_kl_error"] == 0
     assert [row["variant"] for row in read["rows"]] == ["parity", "bf16"]
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     _report().write_plot(tmp_path / "empty.png")
@@ -113,8 +116,3 @@ def test_report_that_fails_leaves_the_file_before(tmp_path: Path, monkeypatch: p
     with pytest.raises(OSError, match="no space left"):
         _report(SAME).write_json(tmp_path / "out.json")
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"{}"]
-
-
-def test_windows_weigh_tokens_exact() -> None:
-    assert windows([1.0, 3.0, 0.0, 5.0], [3, 1, 0, 0], 2) == ([0.5], [1.5])
-    assert windows([1.0, 3.0, 2.0], [1, 1, 2], 2) == ([0.5, 2.0], [2.0, 2.0])
