@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 
-from examples.grpo.options import Options
+from examples.grpo.options import BF16, Options
 from jetrl_megatron.integrations.megatron_bridge import build_model
 from jetrl_megatron.integrations.requantized import RequantizedSource
 from jetrl_megatron.sync.megatron_source import MegatronSource
@@ -120,7 +120,7 @@ class Policy:
     def weight_source(self) -> MegatronSource | RequantizedSource:
         """What weight sync sends: the bytes that training computes with, unless the rollout is to have others."""
         (training, rollout), hf_config = self._options.recipes, self._options.hf_model
-        if training == rollout:
+        if training == rollout != BF16:
             return MegatronSource(self.model, hf_config=hf_config)
         one_scale = self._options.rollout_scales == "matrix"
         return RequantizedSource(self.model, hf_config=hf_config, recipe=rollout, one_scale=one_scale)

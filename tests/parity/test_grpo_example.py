@@ -121,8 +121,9 @@ def test_killed_and_resumed_continues_with_the_same_metrics_exact(run: list[dict
     assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{STEPS:06d}"]
 
 
-def test_time_budget_stops_with_a_checkpoint_and_baselines_have_a_mismatch(tmp_path: Path) -> None:
-    rows = finish(tmp_path / "run", tmp_path / "log", "--precision", "bf16_train_fp8_rollout", "--time-budget", "1")
+@pytest.mark.parametrize("precision", ["bf16", "bf16_train_fp8_rollout"])
+def test_time_budget_stops_with_a_checkpoint_and_baselines_have_a_mismatch(precision: str, tmp_path: Path) -> None:
+    rows = finish(tmp_path / "run", tmp_path / "log", "--precision", precision, "--time-budget", "1")
     assert [row["step"] for row in rows] == [0]
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-000001"]
     assert rows[0]["mismatch"]["token_mult_prob_error"] > 1.0 and rows[0]["mismatch"]["gen_kl_error"] > 0.0
