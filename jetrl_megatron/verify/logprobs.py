@@ -55,7 +55,7 @@ class LogProbs:
         return mismatch(self.rollout, self.train, self.mask)
 
     def rows_by_position(self, ranges: int = 64) -> list[dict[str, Any]]:
-        """The metrics of up to so many ranges of token positions, with their first positions; empty ones are left out."""
+        """Metrics in up to so many ranges of token positions, with their first positions; empty ones are left out."""
         found = mismatch_by_position(self.rollout, self.train, self.mask, ranges=ranges)
         return [{"position": position, **metrics.to_dict()} for position, metrics in found if metrics.tokens]
 
