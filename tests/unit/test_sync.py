@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jetrl_megatron import JETRL_FP8, Fp8BlockRecipe
 from jetrl_megatron.convert.plan import TensorSpec
 from jetrl_megatron.layout import qkv_layout, tile_runs
-from jetrl_megatron.sync import JetRLWeightSynchronizer, TensorSource, WeightSyncError, receive_update
+from jetrl_megatron.sync import JetRLWeightSynchronizer, TensorSource, WeightSyncError, receive_update, wire
 from jetrl_megatron.sync.manifest import Manifest, view_of
 from jetrl_megatron.sync.transport import (
     GroupReceiving,
@@ -304,6 +304,38 @@ def test_worker_that_cannot_take_an_update_back_asks_for_a_restart(monkeypatch: 
     assert report["problems"][-1].endswith("version 0 could not be put back: restart the engine")
     assert "served as before" not in "".join(report["problems"])
     assert "worker 0 of 1: AcceleratorError: CUDA error: an illegal memory access" in said
+
+
+def test_worker_that_is_late_reads_what_was_sent_when_another_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    late, refusing = PlainReceiver(random_tensors(0)), PlainReceiver(random_tensors(0))
+    over, read = threading.Event(), []
+
+    class Sent(TensorSource):
+        def release(self) -> None:
+            over.set()
+
+    def write(self: PlainWeights, index: int, buffer: torch.Tensor) -> None:
+        if self._held is refusing.held:
+            raise WeightSyncError(["no"])
+        read.append(buffer.clone())
+        assert over.wait(20)
+        read.append(buffer.clone())
+
+    monkeypatch.setattr(wire, "_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(PlainWeights, "write", write)
+    # Seven buckets: the third has the place of the first.
+    synchronizer = JetRLWeightSynchronizer(
+        Sent(random_tensors(1), JETRL_FP8), receivers=2, timeout=20, bucket_bytes=1 << 16
+    )
+    other = threading.Thread(target=refusing.receive, args=(synchronizer.endpoints, 20.0))
+    other.start()
+    report, said = update(synchronizer, late)
+    other.join()
+    synchronizer.close()
+    assert said == "bucket 1 of 7: no"
+    assert report["version"] == 0 and said in report["problems"][0]
+    before, after = read
+    assert torch.equal(before, after)
 
 
 def test_worker_whose_collective_fails_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
