@@ -166,7 +166,10 @@ class JetRLWeightSynchronizer:
                 accepted = self._listener.accept(self._receivers, self._timeout)
                 connections.extend(connection for connection, _ in accepted)
                 hellos.extend(hello for _, hello in accepted)
-            return []
+            most = max((hello["workers"] for hello in hellos), default=0)
+            if most <= self._receivers:
+                return []
+            return [f"receivers={self._receivers}, and an engine has {most} workers: count the workers of all engines"]
 
         self._agree(accept)
         return hellos

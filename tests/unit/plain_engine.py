@@ -57,7 +57,7 @@ class PlainReceiver(EngineReceiver):
 
     def __init__(self, held: dict[str, torch.Tensor]) -> None:
         self.held = held
-        self.name = "worker 0 of 1"
+        self.name, self.workers = "worker 0 of 1", 1
         self.weights, self.group, self.version = None, None, 0
         self._device = next(iter(held.values())).device
 
