@@ -10,7 +10,6 @@ of bytes is made; its rewards are all zero, so weight decay is what changes the 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import subprocess
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import command, device_name, require_hopper, versions
+from benchmarks.common import provenance, require_hopper
 from benchmarks.random_models import RandomModel
 from jetrl_megatron.integrations.nemo_rl.checkout import require_nemo_rl_checkout
 from jetrl_megatron.integrations.nemo_rl.seams import release_of_checkout
@@ -92,14 +91,13 @@ def run_one(name: str, arguments: argparse.Namespace, folder: Path, release: str
     started = time.perf_counter()
     done = subprocess.run(started_with, cwd=ROOT, env=environment, check=False)
     seconds = time.perf_counter() - started
+    origin = provenance("bench_nemo_rl", torch.device("cuda"))
+    origin["versions"]["nemo-rl"] = release
     return {
         "bench": "nemo_rl",
         "run": name,
         "overrides": overrides,
-        "device": device_name(torch.device("cuda")),
-        "versions": {**versions(), "nemo-rl": release},
-        "command": command("bench_nemo_rl"),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **origin,
         "status": done.returncode,
         "seconds": round(seconds, 1),
         "metrics": read_metrics(logs),

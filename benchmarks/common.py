@@ -236,10 +236,9 @@ class Run:
                 value / peer.
         """
         name = "all" if model is None else model.name
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         row = {"bench": self.bench, "model": name, "shape": shape, "m": m, "metric": metric, "value": value}
-        row |= {"unit": unit, "peer": peer, "ratio": ratio, "device": device_name(self.device)}
-        self.rows.append({**row, "versions": versions(), "command": command(self.bench), "date": now})
+        row |= {"unit": unit, "peer": peer, "ratio": ratio}
+        self.rows.append({**row, **provenance(self.bench, self.device)})
         if value is None:
             print(f"{name} {metric}: {unit}", flush=True)
         elif show and ratio is not None:
@@ -348,6 +347,12 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def provenance(bench: str, device: torch.device) -> dict[str, Any]:
+    """What a row says of where it comes from: "device", "versions", "command" and "date"."""
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"device": device_name(device), "versions": versions(), "command": command(bench), "date": date}
 
 
 def device_name(device: torch.device) -> str:

@@ -163,9 +163,9 @@ class VerifyReport:
         figure = Figure(figsize=(8, 7), layout="constrained")
         panels = figure.subplots(len(_PLOTTED), sharex=True)
         colors = {name: f"C{index}" for index, name in enumerate(dict.fromkeys(c.scored_by for c in self.comparisons))}
+        drawn = [(c.logprobs.rows_by_position(), colors[c.scored_by]) for c in self.comparisons]
         for axes, (metric, label) in zip(panels, _PLOTTED.items(), strict=True):
-            for comparison in self.comparisons:
-                rows, color = comparison.logprobs.rows_by_position(), colors[comparison.scored_by]
+            for rows, color in drawn:
                 axes.plot(*curve(rows, metric), marker=".", linewidth=1, color=color)
             axes.set_yscale("symlog", linthresh=_SMALLEST)
             axes.set(ylabel=label, ylim=(-_SMALLEST / 4, None))

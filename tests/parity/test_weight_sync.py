@@ -304,7 +304,7 @@ def test_update_with_a_fault_is_refused_and_the_old_version_serves(
     said = send(engines, kind(tensors, recipe))
     assert all(message in text for text in said), said
     assert all("version" in text and "is served as before" in text for text in said[1:])
-    assert_old_version_serves_and_next_update_works(engines, before, _other(before, home))
+    assert_old_version_serves_and_next_update_works(engines, before, _other(before["tp1"][0], home))
 
 
 def test_update_with_nan_is_refused_before_an_engine_hears_of_it(sound: dict[str, torch.Tensor]) -> None:
@@ -337,7 +337,7 @@ def test_sender_killed_midway_leaves_the_old_version(
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert all("bucket " in text and "went away" in text for text in said), said
-    assert_old_version_serves_and_next_update_works(engines, before, _other(before, home))
+    assert_old_version_serves_and_next_update_works(engines, before, _other(before["tp1"][0], home))
 
 
 def test_slow_receiver_makes_the_sender_give_up_and_nobody_takes_the_version(
@@ -347,7 +347,7 @@ def test_slow_receiver_makes_the_sender_give_up_and_nobody_takes_the_version(
     engines["tp2"].ask("delay", seconds=3.0)
     said = send(engines, TensorSource(sound, RECIPE), timeout=1.0)
     assert all("worker 0 of 2" in text and "said nothing for 1 s" in text for text in said), said
-    assert_old_version_serves_and_next_update_works(engines, before, _other(before, home))
+    assert_old_version_serves_and_next_update_works(engines, before, _other(before["tp1"][0], home))
 
 
 def test_sender_that_never_comes_is_not_waited_for_forever(engines: dict[str, Process]) -> None:
@@ -373,13 +373,12 @@ def test_requests_under_way_go_on_with_the_new_weights_alone(engines: dict[str, 
     steps = 4
     for engine in engines.values():
         engine.ask("begin", steps=steps)
-    newer = load_file(home / f"step{1 + engines['tp1'].ask('version') % 2}" / "model.safetensors")
+    newer = _other(engines["tp1"].ask("version"), home)
     assert send(engines, TensorSource(newer, RECIPE)) == ["", "", ""]
     for name, engine in engines.items():
         assert all(later == anew for later, anew in engine.ask("finish", steps=steps)), name
 
 
-def _other(before: dict[str, Any], home: Path) -> dict[str, torch.Tensor]:
+def _other(version: int, home: Path) -> dict[str, torch.Tensor]:
     """Weights of one of two steps, by turns, so that each update changes what is served."""
-    step = 1 + before["tp1"][0] % 2
-    return load_file(home / f"step{step}" / "model.safetensors")
+    return load_file(home / f"step{1 + version % 2}" / "model.safetensors")
