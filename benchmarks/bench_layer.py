@@ -25,7 +25,7 @@ def main() -> None:
         "bench_layer",
         "A transformer layer against Megatron's BF16 layer.",
         ("--no-te", {"action": "store_true", "help": "torch's attention on both sides, even with TransformerEngine"}),
-        ("--profile", {"action": "store_true", "help": "write where the time of both layers goes instead of timing"}),
+        ("--profile", {"action": "store_true", "help": "write where the time of the layers goes instead of timing"}),
     )
     te, reason = transformer_engine()
     if run.options.no_te:
@@ -48,9 +48,11 @@ def measure(run: Run, model: Model, *, te: bool) -> None:
         run.add(model, "layer", sequence, "te_blockwise/forward+backward", None, f"not measured: {failure}")
     case.check()
     if run.options.profile:
-        for name in ("jetrl_strict", "bf16_megatron"):
-            heading = f"{model.name} layer, {name}, sequence {sequence}"
-            write_profile(run, case.contenders()[name], f"profile_layer_{model.key}_{name}.txt", heading)
+        contenders = case.contenders()
+        for name in ("jetrl_strict", "jetrl_parity_strict", "bf16_megatron"):
+            if name in contenders:
+                heading = f"{model.name} layer, {name}, sequence {sequence}"
+                write_profile(run, contenders[name], f"profile_layer_{model.key}_{name}.txt", heading)
         return
     times = run.clock.race(case.contenders())
     attention = "TransformerEngine's attention" if te else "torch's attention"
