@@ -14,6 +14,7 @@ from megatron.core.transformer.mlp import MLP
 
 from jetrl_megatron.autograd import Communication, block_fp8_swiglu_mlp
 from jetrl_megatron.layers.fp8_linear import Fp8LinearMixin
+from jetrl_megatron.layers.hooks import run_forward_pre_hooks
 
 
 class JetRLMLP(MLP):
@@ -52,6 +53,8 @@ class JetRLMLP(MLP):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _fused_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         fc1, fc2 = self.linear_fc1, self.linear_fc2
+        for linear in (fc1, fc2):
+            run_forward_pre_hooks(linear)
         communication = Communication(sequence_parallel=fc1.sequence_parallel, allreduce_dgrad=fc1.allreduce_dgrad)
         call_1, call_2 = (
             linear.linear_call(linear.weight, comm, fuse_gradients=linear.gradient_accumulation_fusion)

@@ -5,16 +5,20 @@ import inspect
 
 import pytest
 import torch
+import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from jetrl_megatron import JETRL_FP8, Fp8BlockRecipe, quantize_activation, quantize_weight
+from jetrl_megatron import JETRL_FP8, Fp8BlockRecipe, quantize_activation, quantize_weight, reference
 from jetrl_megatron.layers import (
     JetRLColumnParallelLinear,
     JetRLLayerNormColumnParallelLinear,
+    JetRLMLP,
     JetRLRowParallelLinear,
     VersionedParameter,
 )
+from tests.unit.test_autograd import FusedReference
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -243,3 +247,19 @@ def test_layernorm_linear_unknown_normalization_raises():
     settings.normalization = "GroupNorm"
     with pytest.raises(ValueError, match="config.normalization='GroupNorm': use 'RMSNorm' or 'LayerNorm'"):
         column(JetRLLayerNormColumnParallelLinear, settings=settings)
+
+
+def test_fused_mlp_runs_the_hooks_of_both_linears_and_gives_their_product(monkeypatch):
+    # DistributedDataParallel waits in them for the weights of a step.
+    monkeypatch.setattr("jetrl_megatron.layers.fp8_linear.select_quantizer", lambda *_: FusedReference())
+    settings = config(ffn_hidden_size=384, gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False)
+    submodules = MLPSubmodules(linear_fc1=JetRLColumnParallelLinear, linear_fc2=JetRLRowParallelLinear)
+    mlp = JetRLMLP(settings, submodules)
+    assert mlp._fuses()
+    called = []
+    for linear in (mlp.linear_fc1, mlp.linear_fc2):
+        linear.register_forward_pre_hook(lambda module, *_: called.append(module))
+    x = torch.randn(5, 1, 256).bfloat16()
+    y = mlp(x)[0]
+    assert called == [mlp.linear_fc1, mlp.linear_fc2]
+    assert torch.equal(y, mlp.linear_fc2(reference.swiglu(mlp.linear_fc1(x)[0][:, 0])[:, None])[0])
