@@ -257,4 +257,19 @@ class JetRLSelfAttention(SelfAttention):
         if cos_sin is None:
             # Megatron hands the same tensor to every layer and, for one length, in every step.
             cos_sin = angles.jetrl_cos_sin = cos_sin_cache(angles)  # type: ignore[attr-defined]
-        return Rotation(_positions(length * batch, batch, self._packed, angles.device, len(cos_sin)), cos_sin)
+        return Rotation(self._known_positions(angles, length, batch, len(cos_sin)), cos_sin)
+
+    def _known_positions(self, angles: torch.Tensor, length: int, batch: int, rows: int) -> torch.Tensor:
+        """Positions, made by the first layer and kept with what they come from for the others."""
+        packed = self._packed
+        if angles.is_cuda and torch.cuda.is_current_stream_capturing():
+            # A replay of the graph finds other lengths in the same tensor.
+            return _positions(length * batch, batch, packed, angles.device, rows)
+        holder: Any = angles if packed is None else packed
+        starts = None if packed is None else _starts(packed)
+        key = length, batch, rows, starts is None or (starts.data_ptr(), starts._version)
+        known: tuple[Any, torch.Tensor] | None = getattr(holder, "jetrl_positions", None)
+        if known is None or known[0] != key:
+            known = key, _positions(length * batch, batch, packed, angles.device, rows)
+            holder.jetrl_positions = known
+        return known[1]

@@ -291,3 +291,16 @@ def test_query_key_and_value_at_once_run_the_hooks_of_the_norms():
     attention.k_layernorm.register_forward_pre_hook(lambda module, *_: called.append(module), with_kwargs=True)
     query_key_value(attention, 1, None, True)
     assert called == [attention.q_layernorm, attention.k_layernorm]
+
+
+def test_positions_are_made_once_and_anew_for_other_lengths():
+    attention, packing = model(True).decoder.layers[0].self_attention, packed([0, 5, 12], 7)
+    angles = torch.zeros(12, 1, 1, 64)
+    for attention._packed in (None, packing):
+        first = attention._known_positions(angles, 12, 1, 12)
+        assert attention._known_positions(angles, 12, 1, 12) is first
+        assert first.tolist() == positions(12, 1, attention._packed, rows=12)
+    packing.cu_seqlens_q[1] = 3
+    assert attention._known_positions(angles, 12, 1, 12).tolist() == [*range(3), *range(9)]
+    attention._packed = None
+    assert attention._known_positions(angles, 6, 2, 12).tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
