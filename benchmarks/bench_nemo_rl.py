@@ -4,15 +4,15 @@
 
 Each run is the command that a user types, on conf/grpo_smoke_1n1g.yaml. Without a model a random one with a tokenizer
 of bytes is made; its rewards are all zero, so weight decay is what changes the weights. `token_mult_prob_error` and
-`gen_kl_error` are read from NeMo-RL's TensorBoard files.
+`gen_kl_error` are read from NeMo-RL's TensorBoard files. Rows of runs that are not asked for stay in the result file.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -21,8 +21,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import require_hopper
+import torch
+
+from benchmarks.common import command, device_name, require_hopper, versions
 from benchmarks.random_models import RandomModel
+from jetrl_megatron.integrations.nemo_rl.checkout import nemo_rl_checkout
+from jetrl_megatron.integrations.nemo_rl.seams import release_of_checkout
 
 ROOT = Path(__file__).parents[1]
 CONFIG = "conf/grpo_smoke_1n1g.yaml"
@@ -47,27 +51,34 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of NeMo-RL's configuration")
     arguments = parser.parse_intermixed_args()
     require_hopper()
+    root = nemo_rl_checkout()
+    if root is None:
+        parser.error("nemo_rl is not on the import path: add a clone of github.com/NVIDIA-NeMo/RL to PYTHONPATH")
+    release = release_of_checkout(root)
     with tempfile.TemporaryDirectory(prefix="jetrl-nemo-rl-") as folder:
-        rows = [run_one(name, arguments, Path(folder)) for name in arguments.runs.split(",")]
+        rows = [run_one(name, arguments, Path(folder), release) for name in arguments.runs.split(",")]
     for row in rows:
         print(f"{row['run']:24} {row['status']:>3} {row['seconds']:7.1f} s")
         for metric, values in row["metrics"].items():
             print(f"    {metric:24} {'  '.join(f'{value:.9g}' for value in values)}")
-    arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
+    kept = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+    kept = [row for row in kept if row["run"] not in {row["run"] for row in rows}]
+    arguments.out.write_text(json.dumps([*kept, *rows], indent=1) + "\n")
     sys.exit(max(row["status"] != 0 for row in rows))
 
 
-def run_one(name: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def run_one(name: str, arguments: argparse.Namespace, folder: Path, release: str) -> dict[str, Any]:
     """One run of NeMo-RL in a process of its own.
 
     Returns:
-        "run", "command", "status", "seconds", and "metrics": for each metric its value in each step.
+        what identifies the row; "run", "overrides" of NeMo-RL's configuration, exit "status", "seconds", and "metrics":
+        for each metric its value in each step.
     """
     model, overrides = arguments.model, list(arguments.overrides)
     if model is None:
         model, overrides = random_model(folder / "model"), [*_MOVES, *overrides]
     logs = folder / name
-    command = [
+    started_with = [
         sys.executable, "-m", "jetrl_megatron.integrations.nemo_rl", "grpo", "--config", CONFIG, *RUNS[name],
         f"policy.model_name={model}", f"grpo.max_num_steps={arguments.steps}", f"logger.log_dir={logs}", *overrides,
     ]  # fmt: skip
@@ -78,11 +89,16 @@ def run_one(name: str, arguments: argparse.Namespace, folder: Path) -> dict[str,
         **os.environ,
     }
     started = time.perf_counter()
-    done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
+    done = subprocess.run(started_with, cwd=ROOT, env=environment, check=False)
     seconds = time.perf_counter() - started
     return {
+        "bench": "nemo_rl",
         "run": name,
-        "command": shlex.join(command),
+        "overrides": overrides,
+        "device": device_name(torch.device("cuda")),
+        "versions": {**versions(), "nemo-rl": release},
+        "command": command("bench_nemo_rl"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "status": done.returncode,
         "seconds": round(seconds, 1),
         "metrics": read_metrics(logs),

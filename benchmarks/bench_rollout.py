@@ -3,7 +3,7 @@
     python -m benchmarks.bench_rollout [--models 8b] [--prompt 512] [--tokens 1024] [--concurrent 128]
 
 Random weights in the shapes of the model, all layers. The modes run one after the other on the same prompts; a few
-tokens warm each engine up, then three batches are timed, and the median counts.
+tokens warm each engine up, then `--rounds` batches are timed, three by default, and the median counts.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ def main() -> None:
         ("--modes", {"default": ",".join(MODES), "help": f"comma-separated, of {', '.join(MODES)}"}),
         ("--profile", {"action": "store_true", "help": "also write which kernels each engine runs, by time"}),
         ("--workers", {"type": int, "default": 12, "help": "processes that compile DeepGEMM's kernels first; 0: none"}),
+        models="8b,14b,32b",
     )
     options = run.options
     size = {"sequences": options.concurrent, "tokens": options.tokens, "prompt_tokens": options.prompt}
-    batches = tuple(
-        Batch(name=name, prompts=(), seed=seed, **size) for seed, name in enumerate(("first", "second", "third"))
-    )
+    batches = tuple(Batch(name=f"batch {seed}", prompts=(), seed=seed, **size) for seed in range(options.rounds))
     for model in run.models:
         found: dict[str, float] = {}
         if options.workers:

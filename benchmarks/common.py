@@ -73,6 +73,7 @@ MODELS = {
     model.key: model
     for model in (
         Model("8b", "Qwen3-8B", hidden=4096, ffn=12288, heads=32, kv_heads=8, layers=36, qk_norm=True),
+        Model("14b", "Qwen3-14B", hidden=5120, ffn=17408, heads=40, kv_heads=8, layers=40, qk_norm=True),
         Model("32b", "Qwen3-32B", hidden=5120, ffn=25600, heads=64, kv_heads=8, layers=64, qk_norm=True),
         Model(
             "70b", "Llama-3.3-70B", hidden=8192, ffn=28672, heads=64, kv_heads=8, layers=80, qk_norm=False,
@@ -80,6 +81,8 @@ MODELS = {
         ),
     )
 }  # fmt: skip
+MEASURED = "8b,32b,70b"
+"""What linears and layers are measured with."""
 _TINY = Model("tiny", "tiny", hidden=256, ffn=384, heads=2, kv_heads=1, layers=2, qk_norm=True)
 
 
@@ -271,11 +274,12 @@ class Run:
         self.out.write_text(f"[\n{lines}\n]\n")
 
 
-def start(bench: str, description: str, *arguments: tuple[str, dict[str, Any]]) -> Run:
+def start(bench: str, description: str, *arguments: tuple[str, dict[str, Any]], models: str = MEASURED) -> Run:
     """Parses the command line and checks the device.
 
     Args:
         arguments: further options of this benchmark: name, keywords of `add_argument`.
+        models: keys of `MODELS` that are measured unless the command line says otherwise, comma-separated.
 
     Raises:
         SystemExit: status 2 where there is no Hopper GPU.
@@ -283,7 +287,7 @@ def start(bench: str, description: str, *arguments: tuple[str, dict[str, Any]]) 
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{bench}", description=description)
     default_out = Path(__file__).parent / "results" / f"{bench}.json"
     parser.add_argument("--out", type=Path, default=default_out, help="result file, a JSON list of rows")
-    parser.add_argument("--models", default=",".join(MODELS), help="comma-separated, of 8b, 32b, 70b")
+    parser.add_argument("--models", default=models, help=f"comma-separated, of {', '.join(MODELS)}")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
     parser.add_argument("--seconds", type=float, default=0.1, help="length of a turn")
     parser.add_argument("--dry-run", action="store_true", help=argparse.SUPPRESS)
@@ -296,10 +300,10 @@ def start(bench: str, description: str, *arguments: tuple[str, dict[str, Any]]) 
     unknown = sorted(set(options.models.split(",")) - set(MODELS))
     if unknown:
         parser.error(f"--models {','.join(unknown)}: choose from {', '.join(MODELS)}")
-    models = [MODELS[key] for key in options.models.split(",")]
+    chosen = [MODELS[key] for key in options.models.split(",")]
     require_hopper()
     clock = CudaClock(options.rounds, options.seconds)
-    return Run(bench, options.out, models, torch.device("cuda"), clock, False, options)
+    return Run(bench, options.out, chosen, torch.device("cuda"), clock, False, options)
 
 
 def write_profile(run: Run, contender: Contender, name: str, heading: str) -> Path:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks import bench_decode_linear, bench_linear
-from benchmarks.common import MODELS, Model, require_hopper
+from benchmarks.common import MEASURED, MODELS, Model, require_hopper
 from jetrl_megatron import JETRL_FP8, BlockScaledTensor
 from jetrl_megatron.ops import select_gemm
 
@@ -37,7 +37,7 @@ class Product(NamedTuple):
 def main() -> None:
     """Compiles and prints each product with the seconds it took."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.warm_up", description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default=",".join(MODELS), help="comma-separated, of 8b, 32b, 70b")
+    parser.add_argument("--models", default=MEASURED, help=f"comma-separated, of {', '.join(MODELS)}")
     parser.add_argument("--workers", type=int, default=12, help="processes")
     parser.add_argument("--no-decode", action="store_true", help="training shapes alone")
     options = parser.parse_args()

@@ -170,9 +170,9 @@ def by_position(rows: Iterable[Row], name: str) -> dict[int, float]:
     """Mean of a measure over a run's tokens by position; ranges of several widths go by their first position."""
     sums: dict[int, float] = {}
     tokens: dict[int, int] = {}
-    for part in [part for row in rows for part in row.get("positions", ()) if part["tokens"]]:
-        sums[part["first"]] = sums.get(part["first"], 0.0) + part[name] * part["tokens"]
-        tokens[part["first"]] = tokens.get(part["first"], 0) + part["tokens"]
+    for part in [part for row in rows for part in row.get("positions", ())]:
+        sums[part["position"]] = sums.get(part["position"], 0.0) + part[name] * part["tokens"]
+        tokens[part["position"]] = tokens.get(part["position"], 0) + part["tokens"]
     return {first: sums[first] / tokens[first] for first in sorted(tokens)}
 
 

@@ -16,9 +16,9 @@ from tqdm import tqdm
 from examples.grpo.options import BF16, Options
 from examples.grpo.policy import Policy, Sample, advantages
 from examples.grpo.task import Problem, Task
-from jetrl_megatron.precision_flow.mismatch import mismatch_of_sequences
 from jetrl_megatron.sync import HostSource, JetRLWeightSynchronizer
 from jetrl_megatron.verify.live_engine import LiveEngine, live_request
+from jetrl_megatron.verify.logprobs import LogProbs
 from jetrl_megatron.verify.model import load_training_state, save_training_state, saved_steps
 from jetrl_megatron.verify.progress import Clock
 from jetrl_megatron.verify.rollouts import ScoredSequence
@@ -136,8 +136,11 @@ class Run:
         row |= {name: mean(update[name] for update in updates) for name in updates[0]}
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
         row |= {"tokens_per_second": row["tokens"] / clock.seconds["rollout"], "peak_memory_gib": peak}
-        found = mismatch_of_sequences((sample.rollout_o, sample.old_o) for sample in samples)
-        return {"step": step, **row, **evaluation, **found, "seconds": clock.seconds}
+        logprobs = LogProbs.of(*([getattr(s, side).tolist() for s in samples] for side in ("rollout_o", "old_o")))
+        # Estimated from the drawn tokens.
+        row["entropy"] = -float(logprobs.train[logprobs.mask].mean())
+        row |= {"mismatch": logprobs.mismatch.to_dict(), "positions": logprobs.rows_by_position()}
+        return {"step": step, **row, **evaluation, "seconds": clock.seconds}
 
     def sync(self, version: int) -> None:
         """The policy's weights into the engine."""

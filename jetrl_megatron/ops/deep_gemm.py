@@ -16,6 +16,7 @@ from jetrl_megatron.tensor import BlockScaledTensor
 # Trainer and rollout must use one build. An installed deep_gemm is what vLLM takes first as well.
 _HOMES = ("deep_gemm", "vllm.third_party.deep_gemm")
 _FEWEST_ROWS = 8
+_FULL_TOKENS = 2048
 
 
 @functools.cache
@@ -62,10 +63,11 @@ class DeepGemm(HopperGemm):
         return y_MN[:rows]
 
     def accumulate_nt(self, a: BlockScaledTensor, b: BlockScaledTensor, out_NK: torch.Tensor) -> None:
-        # DeepGEMM compiles the columns and what is contracted into a kernel. Here that is the tokens, whose number
-        # changes from step to step in RL: the weight's sizes instead.
+        # DeepGEMM compiles what is contracted into a kernel, which makes it a tenth faster. Here that is the tokens: in
+        # RL another number in every step, but for full microbatches.
+        known = "nk" if a.data.shape[1] % _FULL_TOKENS == 0 else "mn"
         _module().fp8_gemm_nt(
-            (a.data, a.scale), (b.data, b.scale), out_NK, c=out_NK, recipe=(1, 1, a.block[1]), compiled_dims="mn",
+            (a.data, a.scale), (b.data, b.scale), out_NK, c=out_NK, recipe=(1, 1, a.block[1]), compiled_dims=known,
             disable_ue8m0_cast=True,
         )  # fmt: skip
 

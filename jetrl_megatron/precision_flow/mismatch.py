@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,26 +123,6 @@ def mismatch_by_position(
         for first in range(0, positions, width)
         for part in [slice(first, first + width)]
     ]
-
-
-def mismatch_of_sequences(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
-    """The comparison of whole answers, ready for JSON.
-
-    Args:
-        pairs: log-probs of each answer's tokens by rollout and by training, [T] both.
-
-    Returns:
-        "entropy": of training's policy, estimated from the drawn tokens; "mismatch": over all; "positions": by position
-        of the generated token, with "first", "tokens", "mean_abs_dlogp" and "gen_kl_error" of each range.
-    """
-    columns = zip(*((rollout, training, torch.ones(len(rollout))) for rollout, training in pairs), strict=True)
-    rollout, training, mask = (pad_sequence(list(column), batch_first=True) for column in columns)
-    positions = [
-        {"first": first, "tokens": m.tokens, "mean_abs_dlogp": m.mean_abs_dlogp, "gen_kl_error": m.gen_kl_error}
-        for first, m in mismatch_by_position(rollout, training, mask)
-    ]
-    entropy = -float(training[mask.bool()].double().mean())
-    return {"entropy": entropy, "mismatch": mismatch(rollout, training, mask).to_dict(), "positions": positions}
 
 
 def _checked(

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from jetrl_megatron.precision_flow import mismatch, mismatch_by_position
-from jetrl_megatron.precision_flow.mismatch import mismatch_of_sequences
 
 INF, NAN = math.inf, math.nan
 
@@ -120,11 +119,3 @@ def test_mismatch_by_position_is_the_mismatch_of_each_range_exact(ranges: int, f
 
 def test_mismatch_by_position_of_no_tokens_is_empty() -> None:
     assert mismatch_by_position(torch.zeros(2, 0), torch.zeros(2, 0), torch.zeros(2, 0)) == []
-
-
-def test_mismatch_of_sequences_leaves_padding_out_exact() -> None:
-    pairs = [(torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -3.0])), (torch.tensor([-1.5]),) * 2]
-    found = mismatch_of_sequences(pairs)
-    assert found["entropy"] == (1.0 + 2.5 + 3.0 + 1.5) / 4
-    assert (found["mismatch"]["tokens"], found["mismatch"]["tokens_differing"]) == (4, 1)
-    assert [(part["first"], part["tokens"]) for part in found["positions"]] == [(0, 2), (1, 1), (2, 1)]

@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[2]
 def row(step: int, reward: float, error: float = 1.0) -> dict[str, Any]:
     found = {"tokens": 10, "tokens_differing": 0 if error == 1.0 else 9, "token_mult_prob_error": error}
     positions = [
-        {"first": 0, "tokens": 4, "mean_abs_dlogp": error - 1, "gen_kl_error": 0.0},
-        {"first": 2, "tokens": 6 - 6 * (step % 2), "mean_abs_dlogp": 2 * error - 2, "gen_kl_error": 0.0},
+        {"position": 0, "tokens": 4, "mean_abs_dlogp": error - 1, "gen_kl_error": 0.0},
+        {"position": 2, "tokens": 6 - 6 * (step % 2), "mean_abs_dlogp": 2 * error - 2, "gen_kl_error": 0.0},
     ]
     return {
         "step": step,
