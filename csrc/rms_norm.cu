@@ -321,10 +321,14 @@ struct Shape {
     int threads, vectors;
 };
 
+int ceil_div(int value, int divisor) {
+    return (value + divisor - 1) / divisor;
+}
+
 // Threads that own `most` vectors of a row each, or one where the row is short.
 Shape shape_of(int k, int most) {
     const int vectors = k / kVector, each = vectors <= kFewVectors ? 1 : most;
-    const int threads = (vectors + each - 1) / each;
+    const int threads = ceil_div(vectors, each);
     return {(threads + 31) / 32 * 32, each};
 }
 
@@ -333,9 +337,9 @@ Shape shape_of(int k, int most) {
 void rms_norm(const void* x, const void* residual, const void* weight, int m, int k, float eps, void* y, Codes codes,
               float* rstd, void* sums, ScaleRule rule, int multiprocessors, cudaStream_t stream) {
     const Shape shape = shape_of(k, kForwardVectors);
-    // As many blocks as run at once. The number changes no result.
+    // As many blocks as run at once, less those that would leave others to a last row. The number changes no result.
     const int resident = min(kMostResidentBlocks, resident_blocks(shape.vectors) * kForwardThreads / shape.threads);
-    const int blocks = min(m, multiprocessors * resident);
+    const int rows = ceil_div(m, multiprocessors * resident), blocks = ceil_div(m, rows);
     const auto launch = [&](auto quantize, auto with_residual, auto power_of_two, auto vectors) {
         forward_kernel<decltype(quantize)::value, decltype(with_residual)::value, decltype(power_of_two)::value,
                        decltype(vectors)::value><<<blocks, shape.threads, 0, stream>>>(
@@ -364,7 +368,7 @@ void rms_norm(const void* x, const void* residual, const void* weight, int m, in
 void rms_norm_backward(const void* dy, const void* x, const void* weight, const float* rstd, int m, int k, int programs,
                        void* dx, float* partial, cudaStream_t stream) {
     const Shape shape = shape_of(k, kBackwardVectors);
-    const int rows = (m + programs - 1) / programs;
+    const int rows = ceil_div(m, programs);
     const auto launch = [&](auto vectors) {
         backward_kernel<decltype(vectors)::value><<<programs, shape.threads, 0, stream>>>(
             static_cast<const uint16_t*>(dy), static_cast<const uint16_t*>(x), static_cast<const uint16_t*>(weight),
