@@ -25,6 +25,7 @@ from jetrl_megatron.sync.wire import Message
 
 _POLL_SECONDS = 2e-4
 """Between two looks at something that is under way."""
+_MEET_SECONDS = 0.01
 _GRACE_SECONDS = 0.2
 
 _log = logging.getLogger(__name__)
@@ -61,8 +62,10 @@ class Communicator:
         self._rank, self._size, self._timeout = rank, offer["size"], datetime.timedelta(seconds=timeout)
         store.set_timeout(self._timeout)
         self._store = PrefixStore(self.name, store)
-        make = self._nccl if offer["backend"] == "nccl" else self._gloo
         failure = f"no communicator of {self._size} processes"
+        # What makes one waits for others without end and cannot be stopped meanwhile: it starts when all are here.
+        self._meet(failure, timeout, check)
+        make = self._nccl if offer["backend"] == "nccl" else self._gloo
         self._backend: Any = _awaited(lambda: make(device), failure, timeout, check)
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
@@ -84,6 +87,21 @@ class Communicator:
             # Why the update failed matters more.
             _log.warning("a communicator could not be ended and keeps its memory: %s", error)
 
+    def _meet(self, failure: str, timeout: float, check: Callable[[], None]) -> None:
+        ranks, deadline = [f"rank {rank}" for rank in range(self._size)], time.monotonic() + timeout
+        try:
+            self._store.set(ranks[self._rank], "")
+            while not self._store.check(ranks):
+                check()
+                if time.monotonic() > deadline:
+                    raise WeightSyncError([f"{failure} after {timeout:g} s: one of them does not take part"])
+                time.sleep(_MEET_SECONDS)
+        except WeightSyncError:
+            raise
+        except RuntimeError as error:
+            check()
+            raise WeightSyncError([f"{failure}: {error}"]) from error
+
     def _gloo(self, device: torch.device) -> Any:
         return ProcessGroupGloo(self._store, self._rank, self._size, self._timeout)
 
@@ -91,9 +109,6 @@ class Communicator:
         # Not in every build of torch.
         from torch.distributed import ProcessGroupNCCL
 
-        # NCCL waits for others without end, and cannot be stopped while it does: it starts when all are here.
-        self._store.set(f"rank {self._rank}", "")
-        self._store.wait([f"rank {rank}" for rank in range(self._size)], self._timeout)
         options = ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         # Without it a watchdog looks for errors too, and has torch end the process when a peer is lost.

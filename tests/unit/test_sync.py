@@ -233,10 +233,12 @@ def test_broadcast_waits_no_longer_than_it_may_for_a_worker_that_does_not_come(
     lonely: tuple[GroupSending, Message],
 ) -> None:
     sending, offer = lonely
-    started = time.monotonic()
+    started, threads = time.monotonic(), threading.active_count()
     with pytest.raises(WeightSyncError, match="no communicator of 2 processes"):
         sending.begin(offer, 0.5, lambda: None)
     assert time.monotonic() - started < 5
+    # One that still waits when the interpreter ends would have C++ abort the process.
+    assert threading.active_count() == threads
     sending.end(failed=True)
 
 
@@ -246,10 +248,11 @@ def test_broadcast_gives_up_at_once_when_a_worker_is_gone(lonely: tuple[GroupSen
     def check() -> None:
         raise WeightSyncError(["w went away"])
 
-    started = time.monotonic()
+    started, threads = time.monotonic(), threading.active_count()
     with pytest.raises(WeightSyncError, match="w went away"):
         sending.begin(offer, 60.0, check)
     assert time.monotonic() - started < 5
+    assert threading.active_count() == threads
     sending.end(failed=True)
 
 
