@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.common import command, device_name, require_hopper, versions
 from benchmarks.random_models import RandomModel
-from jetrl_megatron.integrations.nemo_rl.checkout import nemo_rl_checkout
+from jetrl_megatron.integrations.nemo_rl.checkout import require_nemo_rl_checkout
 from jetrl_megatron.integrations.nemo_rl.seams import release_of_checkout
 
 ROOT = Path(__file__).parents[1]
@@ -51,9 +51,10 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of NeMo-RL's configuration")
     arguments = parser.parse_intermixed_args()
     require_hopper()
-    root = nemo_rl_checkout()
-    if root is None:
-        parser.error("nemo_rl is not on the import path: add a clone of github.com/NVIDIA-NeMo/RL to PYTHONPATH")
+    try:
+        root = require_nemo_rl_checkout()
+    except ValueError as error:
+        parser.error(str(error))
     release = release_of_checkout(root)
     with tempfile.TemporaryDirectory(prefix="jetrl-nemo-rl-") as folder:
         rows = [run_one(name, arguments, Path(folder), release) for name in arguments.runs.split(",")]

@@ -116,9 +116,11 @@ class Bench:
         """A first update, which prepares both sides, and as many as were asked for."""
         options = self.run.options
         transport = "nccl" if self.layout == "nccl" else "auto"
+        # Workers on a CPU have no GPU by which each would find its sender.
+        each = self.ranks > 1 and not self.run.dry
         endpoints = self.trainer.ask(
-            "listen", bf16=bf16, transport=transport, timeout=TIMEOUT,
-            senders="all" if self.ranks > 1 and not self.run.dry else "first", bucket_bytes=options.bucket_mb << 20,
+            "listen", bf16=bf16, transport=transport, timeout=TIMEOUT, bucket_bytes=options.bucket_mb << 20,
+            senders="all" if each else "first", receivers=1 if each else self.ranks,
             address="tcp:127.0.0.1" if self.layout == "nccl" else "unix",
         )  # fmt: skip
         first = self.update(engine, endpoints)

@@ -83,7 +83,7 @@ MODELS = {
 }  # fmt: skip
 MEASURED = "8b,32b,70b"
 """What linears and layers are measured with."""
-_TINY = Model("tiny", "tiny", hidden=256, ffn=384, heads=2, kv_heads=1, layers=2, qk_norm=True)
+_TINY = Model("tiny", "tiny", hidden=256, ffn=512, heads=4, kv_heads=2, layers=2, qk_norm=True)
 
 
 def require(condition: bool, what: str) -> None:

@@ -23,6 +23,7 @@ PAIRINGS = {
 }
 """Keys of `DemoReport.logprobs`, with their titles: which forward scored the tokens, and which engine drew them."""
 
+_RANGES = 8
 _SHOWN = ("tokens", "tokens_differing", "gen_kl_error", "token_mult_prob_error", "max_abs_dlogp")
 _SCALE_HEAD = ("pair", "matrices", "scales", "codes", "equal")
 
@@ -66,7 +67,7 @@ class DemoReport:
             "scales_equal": {pair: comparison.equal for pair, comparison in self.scales.items()},
             "scales": {pair: comparison.to_dict() for pair, comparison in self.scales.items()},
             "mismatch": {key: logprobs.mismatch.to_dict() for key, logprobs in self.logprobs.items()},
-            "by_position": {key: logprobs.rows_by_position() for key, logprobs in self.logprobs.items()},
+            "by_position": {key: logprobs.rows_by_position(_RANGES) for key, logprobs in self.logprobs.items()},
             "question": QUESTION,
             "answer": self.answers["fp8"],
             "answers": dict(self.answers),
@@ -150,7 +151,7 @@ def _plot(report: DemoReport, path: Path) -> None:
     loss_axes.plot(range(len(report.loss)), report.loss, marker="o")
     loss_axes.set(title="FP8 training", xlabel="step", ylabel="loss over the answers")
     for key, logprobs in report.logprobs.items():
-        points = curve(logprobs.rows_by_position(), "mean_abs_dlogp")
+        points = curve(logprobs.rows_by_position(_RANGES), "mean_abs_dlogp")
         mismatch_axes.plot(*points, marker=".", label=PAIRINGS[key])
     mismatch_axes.set(
         title="Training against rollout",

@@ -88,14 +88,10 @@ class Communicator:
             _log.warning("a communicator could not be ended and keeps its memory: %s", error)
 
     def _meet(self, failure: str, timeout: float, check: Callable[[], None]) -> None:
-        ranks, deadline = [f"rank {rank}" for rank in range(self._size)], time.monotonic() + timeout
+        ranks = [f"rank {rank}" for rank in range(self._size)]
         try:
             self._store.set(ranks[self._rank], "")
-            while not self._store.check(ranks):
-                check()
-                if time.monotonic() > deadline:
-                    raise WeightSyncError([f"{failure} after {timeout:g} s: one of them does not take part"])
-                time.sleep(_MEET_SECONDS)
+            _until(lambda: self._store.check(ranks), timeout, check, _late(failure, timeout), pause=_MEET_SECONDS)
         except WeightSyncError:
             raise
         except RuntimeError as error:
@@ -131,13 +127,8 @@ def wait_for(work: Any, timeout: float, check: Callable[[], None], late: str) ->
     Raises:
         WeightSyncError: it failed or did not end in time, or `check` raised.
     """
-    deadline = time.monotonic() + timeout
     try:
-        while not work.is_completed():
-            check()
-            if time.monotonic() > deadline:
-                raise WeightSyncError([late])
-            time.sleep(_POLL_SECONDS)
+        _until(work.is_completed, timeout, check, late)
         work.wait()
     except WeightSyncError:
         raise
@@ -146,6 +137,22 @@ def wait_for(work: Any, timeout: float, check: Callable[[], None], late: str) ->
         time.sleep(_GRACE_SECONDS)
         check()
         raise WeightSyncError([f"a broadcast failed: {error}"]) from error
+
+
+def _until(
+    done: Callable[[], bool], timeout: float, check: Callable[[], None], late: str, *, pause: float = _POLL_SECONDS
+) -> None:
+    """Looks every `pause` seconds whether it is done; raises WeightSyncError after `timeout`, or what `check` does."""
+    deadline = time.monotonic() + timeout
+    while not done():
+        check()
+        if time.monotonic() > deadline:
+            raise WeightSyncError([late])
+        time.sleep(pause)
+
+
+def _late(failure: str, timeout: float) -> str:
+    return f"{failure} after {timeout:g} s: one of them does not take part"
 
 
 def _broadcast(backend: Any, tensor: torch.Tensor) -> Any:
@@ -176,13 +183,8 @@ def _awaited(make: Callable[[], Any], failure: str, timeout: float, check: Calla
             made.abort()
 
     threading.Thread(target=run, daemon=True).start()
-    deadline = time.monotonic() + timeout
     try:
-        while not future.done():
-            check()
-            if time.monotonic() > deadline:
-                raise WeightSyncError([f"{failure} after {timeout:g} s: one of them does not take part"])
-            time.sleep(_POLL_SECONDS)
+        _until(future.done, timeout, check, _late(failure, timeout))
     except WeightSyncError:
         if not future.cancel() and future.exception() is None:
             future.result().abort()

@@ -166,7 +166,10 @@ class JetRLWeightSynchronizer:
                 accepted = self._listener.accept(self._receivers, self._timeout)
                 connections.extend(connection for connection, _ in accepted)
                 hellos.extend(hello for _, hello in accepted)
-            return []
+            most = max((hello["workers"] for hello in hellos), default=0)
+            if most <= self._receivers:
+                return []
+            return [f"receivers={self._receivers}, and an engine has {most} workers: count the workers of all engines"]
 
         self._agree(accept)
         return hellos
@@ -202,14 +205,18 @@ class JetRLWeightSynchronizer:
 
     def _send(self, connections: list[Connection], buckets: Sequence[Bucket]) -> list[str]:
         problems: list[str] = []
-        # A rank that has nobody to send to, or no more, goes on filling: the others need its part.
-        scratch = torch.empty(0, dtype=torch.uint8, device=self._source.device)
-        if self._sending is None:
-            scratch = scratch.new_empty(self._slot_bytes)
+        scratch: torch.Tensor | None = None
         for index, bucket in enumerate(buckets):
             if index >= SLOTS and not problems:
                 problems += self._done(connections, index - SLOTS, len(buckets))
-            buffer = scratch if self._sending is None else self._sending.slots[index % SLOTS]
+            if self._sending is not None and not problems:
+                buffer = self._sending.slots[index % SLOTS]
+            else:
+                # A rank that has nobody to send to, or no more, goes on filling: the others need its part. It leaves
+                # the slots alone, which a worker that is late may still read.
+                if scratch is None:
+                    scratch = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._source.device)
+                buffer = scratch
             self._source.fill(bucket, buffer[: bucket.nbytes])
             if self._sending is not None and not problems:
                 problems += self._publish(connections, index, bucket)

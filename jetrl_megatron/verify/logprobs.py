@@ -54,10 +54,10 @@ class LogProbs:
         """The metrics over all tokens."""
         return mismatch(self.rollout, self.train, self.mask)
 
-    def rows_by_position(self) -> list[dict[str, Any]]:
-        """The metrics of up to 64 ranges of token positions, with their first positions; empty ranges are left out."""
-        ranges = mismatch_by_position(self.rollout, self.train, self.mask)
-        return [{"position": position, **found.to_dict()} for position, found in ranges if found.tokens]
+    def rows_by_position(self, ranges: int = 64) -> list[dict[str, Any]]:
+        """Metrics in up to so many ranges of token positions, with their first positions; empty ones are left out."""
+        found = mismatch_by_position(self.rollout, self.train, self.mask, ranges=ranges)
+        return [{"position": position, **metrics.to_dict()} for position, metrics in found if metrics.tokens]
 
 
 def _padded(sequences: Sequence[Sequence[float]], mask_BT: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from jetrl_megatron.layers import (
 )
 from jetrl_megatron.ops.backends import ReferenceQuantizer
 from jetrl_megatron.ops.log_prob import token_log_probs
+from tests.fused_reference import FusedReference
 
 # hidden, heads, KV heads, head_dim, FFN: head_dim 64 with half tiles, and fewer KV heads than ranks.
 QWEN_0_5B = (896, 14, 2, 64, 4864)
@@ -160,12 +161,6 @@ def frozen() -> dict[str, Any]:
             gradients.append(x.grad)
         result[sequence_parallel] = gradients
     return result
-
-
-class FusedReference(ReferenceQuantizer):
-    """The reference with norm and SwiGLU between the linears in codes, as on a GPU."""
-
-    fused = True
 
 
 def mlp(tp: int, *, sequence_parallel: bool, fused: bool) -> Callable[[], dict[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +62,7 @@ def main(folder: Path) -> None:
     from jetrl_megatron.integrations.nemo_rl.generation_worker import JetRLVllmGenerationWorkerImpl
     from jetrl_megatron.integrations.nemo_rl.resolution import ENDPOINTS
     from jetrl_megatron.sync import JetRLWeightSynchronizer, TensorSource, weight_version
+    from tests.unit.plain_engine import sending
 
     old, new = (MODEL.write(folder / str(seed), seed, JETRL_FP8) for seed in (0, 1))
     # The worker without Ray, without NeMo-RL's patches of vLLM's files.
@@ -77,18 +77,8 @@ def main(folder: Path) -> None:
     worker.prepare_refit_info({ENDPOINTS: synchronizer.endpoints})
 
     def update() -> tuple[bool, str]:
-        said = [""]
-
-        def send() -> None:
-            try:
-                synchronizer.update()
-            except Exception as error:
-                said[0] = str(error)
-
-        sender = threading.Thread(target=send)
-        sender.start()
-        taken = worker.update_weights_via_ipc_zmq()
-        sender.join()
+        with sending(synchronizer) as said:
+            taken = worker.update_weights_via_ipc_zmq()
         return taken, said[0]
 
     seen["update"], seen["version"], seen["after"] = update(), weight_version(worker.llm), scores(worker.llm)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,7 +57,7 @@ class PlainReceiver(EngineReceiver):
 
     def __init__(self, held: dict[str, torch.Tensor]) -> None:
         self.held = held
-        self.name = "worker 0 of 1"
+        self.name, self.workers = "worker 0 of 1", 1
         self.weights, self.group, self.version = None, None, 0
         self._device = next(iter(held.values())).device
 
@@ -88,18 +90,25 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)) for name in one)
 
 
-def update(synchronizer: JetRLWeightSynchronizer, receiver: EngineReceiver) -> tuple[Message, str]:
-    """One update: the receiver's report, and the sender's error."""
+@contextlib.contextmanager
+def sending(synchronizer: JetRLWeightSynchronizer) -> Iterator[list[str]]:
+    """One update is sent meanwhile; afterwards the list's only element is the sender's error, or ""."""
     said = [""]
 
     def send() -> None:
         try:
             synchronizer.update()
-        except RuntimeError as error:
+        except Exception as error:
             said[0] = str(error)
 
     sender = threading.Thread(target=send)
     sender.start()
-    report = receiver.receive(synchronizer.endpoints, 20.0)
+    yield said
     sender.join()
+
+
+def update(synchronizer: JetRLWeightSynchronizer, receiver: EngineReceiver) -> tuple[Message, str]:
+    """One update: the receiver's report, and the sender's error."""
+    with sending(synchronizer) as said:
+        report = receiver.receive(synchronizer.endpoints, 20.0)
     return report, said[0]

@@ -11,6 +11,7 @@ from jetrl_megatron.layout import TileLayout, gated_layout, plain_layout, qkv_la
 from jetrl_megatron.ops.alignment import Alignment
 from jetrl_megatron.ops.backends import ReferenceGemm, ReferenceQuantizer
 from jetrl_megatron.reference import rms_norm, swiglu, swiglu_backward
+from tests.fused_reference import FusedReference
 
 CPU = torch.device("cpu")
 LAYOUTS = {
@@ -20,12 +21,6 @@ LAYOUTS = {
     "qkv_d64": qkv_layout(6, 3, 64, rank=0, world=1, block=128),
 }
 K = 384
-
-
-class FusedReference(ReferenceQuantizer):
-    """The reference with its norm and SwiGLU in use, as on a GPU."""
-
-    fused = True
 
 
 def make_plan(

@@ -18,7 +18,7 @@ from jetrl_megatron.layers import (
     JetRLRowParallelLinear,
     VersionedParameter,
 )
-from tests.unit.test_autograd import FusedReference
+from tests.fused_reference import FusedReference
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -104,7 +104,7 @@ def test_release_of_checkout_names_a_folder_that_is_none(checkout):
 
 
 def test_command_without_nemo_rl_names_the_way_out(capsys, monkeypatch):
-    monkeypatch.setattr(command, "nemo_rl_checkout", lambda: None)
+    monkeypatch.setattr("jetrl_megatron.integrations.nemo_rl.checkout.nemo_rl_checkout", lambda: None)
     assert command.main(["grpo", "--config", str(ROOT / "conf" / "grpo_smoke_1n1g.yaml")]) == 2
     assert "PYTHONPATH" in capsys.readouterr().err
 

@@ -25,3 +25,15 @@ def nemo_rl_checkout() -> Path | None:
             "placeholder); put a clone of github.com/NVIDIA-NeMo/RL on PYTHONPATH"
         )
     return root
+
+
+def require_nemo_rl_checkout() -> Path:
+    """The same folder.
+
+    Raises:
+        ValueError: there is none.
+    """
+    root = nemo_rl_checkout()
+    if root is None:
+        raise ValueError("nemo_rl is not on the import path: add a clone of github.com/NVIDIA-NeMo/RL to PYTHONPATH")
+    return root

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from jetrl_megatron.integrations.nemo_rl.checkout import nemo_rl_checkout
+from jetrl_megatron.integrations.nemo_rl.checkout import nemo_rl_checkout, require_nemo_rl_checkout
 from jetrl_megatron.integrations.nemo_rl.files import LoadedConfig, leaves, load_config
 from jetrl_megatron.integrations.nemo_rl.resolution import ResolvedConfig, resolve
 from jetrl_megatron.integrations.nemo_rl.seams import check_checkout
@@ -65,9 +65,7 @@ def prepare(
     Raises:
         ValueError: there is no checkout, it is another than this package knows, or the configuration is wrong.
     """
-    root = nemo_rl_checkout()
-    if root is None:
-        raise ValueError("nemo_rl is not on the import path: add a clone of github.com/NVIDIA-NeMo/RL to PYTHONPATH")
+    root = require_nemo_rl_checkout()
     resolved = read_config(config, overlays, overrides)
     from jetrl_megatron.integrations.nemo_rl.driver import register_workers
 

@@ -10,10 +10,9 @@ from typing import Any
 from jetrl_megatron.integrations.nemo_rl.resolution import SECTION
 
 _PACKAGE = __name__.rpartition(".")[0]
-WORKERS: Mapping[str, str] = {
-    "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker": (
-        f"{_PACKAGE}.policy_worker.JetRLMegatronPolicyWorker"
-    ),
+_MEGATRON = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
+BASELINES: Mapping[str, str] = {
+    _MEGATRON: f"{_PACKAGE}.policy_worker.BaselineMegatronPolicyWorker",
     "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker": (
         f"{_PACKAGE}.generation_worker.JetRLVllmGenerationWorker"
     ),
@@ -21,9 +20,9 @@ WORKERS: Mapping[str, str] = {
         f"{_PACKAGE}.generation_worker.JetRLVllmAsyncGenerationWorker"
     ),
 }
-"""NeMo-RL's worker classes and ours."""
-BASELINES: Mapping[str, str] = {theirs: ours.replace(".JetRL", ".Baseline") for theirs, ours in WORKERS.items()}
 """NeMo-RL's worker classes, and them beside the releases of vLLM and Megatron-Core that this package is for."""
+WORKERS: Mapping[str, str] = {**BASELINES, _MEGATRON: f"{_PACKAGE}.policy_worker.JetRLMegatronPolicyWorker"}
+"""NeMo-RL's worker classes and those of our policies; the ones of vLLM look at the configuration."""
 
 _RESOLVERS = (
     ("nemo_rl.models.policy.lm_policy", "resolve_policy_worker_cls"),
@@ -39,7 +38,7 @@ def register_workers() -> None:
     """
     registry = importlib.import_module("nemo_rl.distributed.ray_actor_environment_registry")
     cluster = importlib.import_module("nemo_rl.distributed.virtual_cluster")
-    for ours in (*WORKERS.values(), *BASELINES.values()):
+    for ours in {*WORKERS.values(), *BASELINES.values()}:
         registry.ACTOR_ENVIRONMENT_REGISTRY[ours] = cluster.PY_EXECUTABLES.SYSTEM
     for name, function in _RESOLVERS:
         module = importlib.import_module(name)

@@ -9,43 +9,29 @@ from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
+from jetrl_megatron.integrations.nemo_rl.resolution import SECTION
+
 
 class JetRLVllmGenerationWorkerImpl(VllmGenerationWorkerImpl):
-    """NeMo-RL's vLLM worker for a policy with `precision: jetrl_fp8`."""
+    """NeMo-RL's vLLM worker, for policies with `precision: jetrl_fp8` and for baselines."""
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
-        super()._create_engine(_ours(self.cfg, llm_kwargs))
+        super()._create_engine(_engine_arguments(self.cfg, llm_kwargs))
 
 
 class JetRLVllmAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
-    """NeMo-RL's asynchronous vLLM worker for a policy with `precision: jetrl_fp8`."""
+    """NeMo-RL's asynchronous vLLM worker, for the same."""
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
-        super()._create_engine(_ours(self.cfg, llm_kwargs))
+        super()._create_engine(_engine_arguments(self.cfg, llm_kwargs))
 
 
-class BaselineVllmGenerationWorkerImpl(VllmGenerationWorkerImpl):
-    """NeMo-RL's vLLM worker for a baseline."""
+def _engine_arguments(generation: Any, llm_kwargs: dict[str, Any]) -> dict[str, Any]:
+    # NeMo-RL sets vLLM's environment before it lets anybody import vLLM, as the modules here do.
+    if generation.get(SECTION) is not None:
+        from jetrl_megatron.integrations.nemo_rl.engine import our_engine_arguments
 
-    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
-        super()._create_engine(_theirs(self.cfg, llm_kwargs))
-
-
-class BaselineVllmAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
-    """NeMo-RL's asynchronous vLLM worker for a baseline."""
-
-    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
-        super()._create_engine(_theirs(self.cfg, llm_kwargs))
-
-
-def _ours(generation: Any, llm_kwargs: dict[str, Any]) -> dict[str, Any]:
-    # NeMo-RL sets vLLM's environment before it lets anybody import vLLM.
-    from jetrl_megatron.integrations.nemo_rl.engine import our_engine_arguments
-
-    return our_engine_arguments(generation, llm_kwargs)
-
-
-def _theirs(generation: Any, llm_kwargs: dict[str, Any]) -> dict[str, Any]:
+        return our_engine_arguments(generation, llm_kwargs)
     if generation["vllm_cfg"]["precision"] != "fp8":
         return llm_kwargs
     from jetrl_megatron.integrations.nemo_rl.baseline import WORKER_EXTENSION
@@ -61,13 +47,3 @@ class JetRLVllmGenerationWorker(JetRLVllmGenerationWorkerImpl):
 @ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_async_generation_worker")})
 class JetRLVllmAsyncGenerationWorker(JetRLVllmAsyncGenerationWorkerImpl):
     """The Ray actor."""
-
-
-@ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_generation_worker")})
-class BaselineVllmGenerationWorker(BaselineVllmGenerationWorkerImpl):
-    """The Ray actor of a baseline."""
-
-
-@ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_async_generation_worker")})
-class BaselineVllmAsyncGenerationWorker(BaselineVllmAsyncGenerationWorkerImpl):
-    """The Ray actor of a baseline."""
