@@ -103,22 +103,19 @@ __device__ inline float scale_of_lane(float amax, const ScaleRule& rule) {
         return scale_of(amax, rule, false);
     // fmaxf would lose NaN.
     amax = amax < rule.amax_floor ? rule.amax_floor : amax;
-    const int bits = __float_as_int(amax), divisor = __float_as_int(rule.divisor);
-    if (bits >= kExponent)
-        return __fadd_rn(amax, amax);  // infinity stays, and NaN is the one that a division gives
-    const int exponent = ((bits + kMantissa - (divisor & kMantissa)) & kExponent) - (divisor & kExponent);
+    const uint32_t bits = __float_as_uint(amax), divisor = __float_as_uint(rule.divisor);
+    const int exponent = ((bits + (kMantissa - (divisor & kMantissa))) & kExponent) - (divisor & kExponent);
     const int least = (__float_as_int(rule.scale_floor) + kMantissa) & kExponent;
-    return __int_as_float(max(exponent + __float_as_int(1.f), least));
+    const float scale = __int_as_float(max(exponent + __float_as_int(1.f), least));
+    return bits < kExponent ? scale : __fadd_rn(amax, amax);  // infinity stays, and NaN is what a division gives
 }
 
 // What `apply` multiplies with (a power of two: exact) or divides by.
 __device__ inline float factor_of(float scale, bool power_of_two) {
     if (!power_of_two)
         return scale;
-    const uint32_t bits = __float_as_uint(scale);
-    if (bits > 0x7f800000u)
-        return scale;
-    return bits == 0x7f800000u ? 0.f : __uint_as_float(0x7f000000u - bits);
+    const int bits = __float_as_int(scale);
+    return bits > 0x7f800000 ? scale : __int_as_float(max(0x7f000000 - bits, 0));
 }
 
 template <bool kPowerOfTwo>

@@ -176,6 +176,39 @@ def rope(
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(torch.bfloat16)
 
 
+def norm_rope(
+    x_TGRD: torch.Tensor,
+    weight_D: torch.Tensor | None,
+    eps: float,
+    positions_T: torch.Tensor,
+    cos_sin_RD: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`rms_norm` of each head, where there is a weight, then `rope`: BF16 [T, G R, D], and float32 [T, G R] 1 / rms."""
+    x_THD, rstd_TH = x_TGRD.flatten(1, 2), None
+    if weight_D is not None:
+        y, rstd = rms_norm(x_THD.flatten(0, 1), weight_D, eps)
+        x_THD, rstd_TH = y.view(x_THD.shape), rstd.view(x_THD.shape[:2])
+    return rope(x_THD, positions_T, cos_sin_RD), rstd_TH
+
+
+def norm_rope_backward(
+    dy_THD: torch.Tensor,
+    x_TGRD: torch.Tensor,
+    weight_D: torch.Tensor | None,
+    rstd_TH: torch.Tensor | None,
+    positions_T: torch.Tensor,
+    cos_sin_RD: torch.Tensor,
+    dx_TGRD: torch.Tensor,
+) -> torch.Tensor | None:
+    """Gradients of `norm_rope`: of x into `dx`, of the weight, float32 [D], as the result."""
+    dx, dweight_D = rope(dy_THD, positions_T, cos_sin_RD, inverse=True), None
+    if weight_D is not None and rstd_TH is not None:
+        rows = dx.flatten(0, 1), x_TGRD.flatten(0, 2)
+        dx, dweight_D = rms_norm_backward(*rows, weight_D, rstd_TH.flatten())
+    dx_TGRD.copy_(dx.view(x_TGRD.shape))
+    return dweight_D
+
+
 def token_log_probs(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """log softmax(logits)[target], maxima of the rows, and sums of exp(logit - maximum): float32 [T] each.
 

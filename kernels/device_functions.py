@@ -13,6 +13,15 @@ def constants(rule: dict[str, Any]) -> dict[str, Any]:
     return {name.upper(): value for name, value in rule.items()}
 
 
+_ELEMENTS_OF_HEADS = 2048
+
+
+def head_tile(features: int) -> tuple[int, int]:
+    """Rows and columns of the tile in which a program norms heads; on them depends in which order a row is summed."""
+    width: int = triton.next_power_of_2(features)
+    return _ELEMENTS_OF_HEADS // width, width
+
+
 @triton.jit
 def amax_bits(x):
     """|x| as integers that compare like the values, with NaN above infinity: float32 in, int32 out."""

@@ -12,15 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
+from .device_functions import head_tile
 from .rms_norm import rms_norm_backward_twin, rms_norm_twin
 
 __all__ = ["MOST_FEATURES", "head_norm", "head_norm_backward", "head_norm_backward_twin", "head_norm_twin"]
 
 MOST_FEATURES = 256
 """Longest row that this kernel takes; longer ones are the business of `rms_norm`."""
-
-_ELEMENTS = 2048
-"""Elements of a program's tile."""
 
 _BACKWARD_PROGRAMS = 528
 """Four for each of a Hopper chip's 132 multiprocessors; a constant, because the order of summation depends on it."""
@@ -84,11 +82,6 @@ def _backward_kernel(
     tl.store(partial + program * D + columns, of_weight, mask=columns < D)
 
 
-def _tile(features: int) -> tuple[int, int]:
-    width: int = triton.next_power_of_2(features)
-    return _ELEMENTS // width, width
-
-
 def head_norm(x_THD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """x / rms(x) * weight over the last axis, computed in float32 and rounded once.
 
@@ -102,7 +95,7 @@ def head_norm(x_THD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[
     tokens, heads, features = x_THD.shape
     y_THD = torch.empty(x_THD.shape, dtype=torch.bfloat16, device=x_THD.device)
     rstd_TH = torch.empty(tokens, heads, dtype=torch.float32, device=x_THD.device)
-    rows, width = _tile(features)
+    rows, width = head_tile(features)
     if x_THD.numel() > 0:
         _forward_kernel[(triton.cdiv(tokens * heads, rows),)](
             x_THD, weight_D, y_THD, rstd_TH, tokens * heads, heads, features, x_THD.stride(0), x_THD.stride(1), eps,
@@ -122,7 +115,7 @@ def head_norm_backward(
     """
     tokens, heads, features = x_THD.shape
     dx_THD = torch.empty(x_THD.shape, dtype=torch.bfloat16, device=x_THD.device)
-    rows, width = _tile(features)
+    rows, width = head_tile(features)
     tiles = triton.cdiv(tokens * heads, rows)
     programs = min(tiles, _BACKWARD_PROGRAMS)
     partial_PD = torch.empty(programs, features, dtype=torch.float32, device=x_THD.device)

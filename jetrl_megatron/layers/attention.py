@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 
+from jetrl_megatron.layers.hooks import run_forward_pre_hooks
+from jetrl_megatron.layers.rms_norm import JetRLRMSNorm
 from jetrl_megatron.ops.attention import Packing, attention_refusal, flash_attention, head_size_refusal
+from jetrl_megatron.ops.qkv import Rotation, split_heads
 from jetrl_megatron.ops.rope import cos_sin_cache, rope
 
 if TYPE_CHECKING:
@@ -195,27 +199,77 @@ class JetRLSelfAttention(SelfAttention):
         finally:
             self._angles = self._packed = None
 
-    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+    def get_query_key_value_tensors(
+        self, hidden_states: torch.Tensor, key_value_states: torch.Tensor | None = None, **kwargs: Any
+    ) -> Any:
         """See Megatron's SelfAttention; query and key come back rotated."""
-        query, key, *others = super().get_query_key_value_tensors(*args, **kwargs)
+        if self._angles is not None and hidden_states.dtype == torch.bfloat16 and self._splits_at_once():
+            mixed, _ = self.linear_qkv(hidden_states)
+            return self._split(mixed, self._angles)
+        query, key, *others = super().get_query_key_value_tensors(hidden_states, key_value_states, **kwargs)
         if self._angles is not None:
             query, key = self._rotated(query, key, self._angles)
         return query, key, *others
+
+    def _splits_at_once(self) -> bool:
+        """Whether norm and rotation may read q and k where the projection wrote them."""
+        config: Any = self.config
+        if config.attention_output_gate or config.test_mode or config.num_query_groups < self.world_size:
+            return False
+        norms, size = self._head_norms(), self.hidden_size_per_attention_head
+        if not all(type(norm) is JetRLRMSNorm and norm.weight.numel() == size for norm in norms):
+            return False
+        return len(norms) in (0, 2) and len({norm.eps for norm in norms}) < 2
+
+    def _head_norms(self) -> list[Any]:
+        norms = self.q_layernorm, self.k_layernorm
+        return [norm for norm in norms if norm is not None and not isinstance(norm, IdentityOp)]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _split(self, mixed: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        length, batch, size = *mixed.shape[:2], self.hidden_size_per_attention_head
+        rotation = self._rotation(angles, length, batch, size)
+        norms, weights = self._head_norms(), {}
+        for norm in norms:
+            run_forward_pre_hooks(norm)
+        if norms:
+            weights = {"q_weight": norms[0].weight, "k_weight": norms[1].weight, "eps": norms[0].eps}
+        qkv = mixed.reshape(length * batch, self.num_query_groups_per_partition, -1, size)
+        q, k, v = (x.view(length, batch, *x.shape[1:]) for x in split_heads(qkv, rotation, **weights))
+        return q, k, v
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _rotated(
         self, query: torch.Tensor, key: torch.Tensor, angles: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if angles.shape[-1] != query.shape[-1]:
+        length, batch, _, size = query.shape
+        rotation = self._rotation(angles, length, batch, size)
+        rotated = (rope(x.flatten(0, 1), rotation.positions, rotation.cos_sin).view(x.shape) for x in (query, key))
+        return next(rotated), next(rotated)
+
+    def _rotation(self, angles: torch.Tensor, length: int, batch: int, size: int) -> Rotation:
+        if angles.shape[-1] != size:
             raise ValueError(
-                f"RoPE over {angles.shape[-1]} of {query.shape[-1]} elements of a head (rotary_percent < 1) is not "
+                f"RoPE over {angles.shape[-1]} of {size} elements of a head (rotary_percent < 1) is not "
                 "among the parity operators: use jetrl_spec(..., parity=False)"
             )
         cos_sin = getattr(angles, "jetrl_cos_sin", None)
         if cos_sin is None:
             # Megatron hands the same tensor to every layer and, for one length, in every step.
             cos_sin = angles.jetrl_cos_sin = cos_sin_cache(angles)  # type: ignore[attr-defined]
-        length, batch = query.shape[:2]
-        positions = _positions(length * batch, batch, self._packed, query.device, len(cos_sin))
-        rotated = (rope(x.flatten(0, 1), positions, cos_sin).view(x.shape) for x in (query, key))
-        return next(rotated), next(rotated)
+        return Rotation(self._known_positions(angles, length, batch, len(cos_sin)), cos_sin)
+
+    def _known_positions(self, angles: torch.Tensor, length: int, batch: int, rows: int) -> torch.Tensor:
+        """Positions, made by the first layer and kept with what they come from for the others."""
+        packed = self._packed
+        if angles.is_cuda and torch.cuda.is_current_stream_capturing():
+            # A replay of the graph finds other lengths in the same tensor.
+            return _positions(length * batch, batch, packed, angles.device, rows)
+        holder: Any = angles if packed is None else packed
+        starts = None if packed is None else _starts(packed)
+        key = length, batch, rows, starts is None or (starts.data_ptr(), starts._version)
+        known: tuple[Any, torch.Tensor] | None = getattr(holder, "jetrl_positions", None)
+        if known is None or known[0] != key:
+            known = key, _positions(length * batch, batch, packed, angles.device, rows)
+            holder.jetrl_positions = known
+        return known[1]

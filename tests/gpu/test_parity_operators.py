@@ -11,6 +11,7 @@ from jetrl_megatron.ops.attention import Packing, attention_refusal, fewest_quer
 from jetrl_megatron.ops.bf16_linear import row_invariant_linear, row_invariant_refusal
 from jetrl_megatron.ops.log_prob import token_log_probs
 from jetrl_megatron.ops.norm import norm_forward, norm_kernel, rms_norm
+from jetrl_megatron.ops.qkv import Rotation, split_heads
 from jetrl_megatron.ops.quantized_outputs import norm_quantize, swiglu_quantize
 from jetrl_megatron.ops.rope import cos_sin_cache, rope
 from jetrl_megatron.ops.swiglu import silu_and_mul
@@ -81,6 +82,33 @@ def test_rope_equals_vllm_exact(device, base, size):
         turned = x.clone().view(3000, -1)
         operators.rotary_embedding(positions, turned, None, size, cache, True)
         assert torch.equal(rope(x, positions, cache).view(3000, -1), turned)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("groups", "heads", "size"), [(8, 4, 128), (8, 8, 128), (2, 5, 64), (4, 1, 256), (4, 4, 192)])
+def test_split_heads_equal_norm_then_rope_exact(device, groups, heads, size, normed):
+    qkv = randn(2048, groups, heads + 2, size, device=device).requires_grad_()
+    weights = [(1 + 0.1 * randn(size, device=device)).bfloat16().requires_grad_() for _ in range(2)]
+    angles = torch.outer(torch.arange(2048, device=device), torch.logspace(0, -4, size // 2, device=device))
+    rotation = Rotation(torch.randint(2048, (2048,), device=device), cos_sin_cache(torch.cat((angles, angles), -1)))
+    options = {"q_weight": weights[0], "k_weight": weights[1], "eps": EPS} if normed else {}
+    parts = split_heads(qkv, rotation, **options)
+    expected = []
+    for x, weight in zip((qkv[:, :, :-2], qkv[:, :, -2:-1]), weights, strict=True):
+        x = x.reshape(2048, 1, -1, size)
+        x = (rms_norm(x, weight, EPS) if normed else x).view(2048, -1, size)
+        expected.append(rope(x, rotation.positions, rotation.cos_sin))
+    expected.append(qkv[:, :, -1])
+    assert all(torch.equal(a, b) for a, b in zip(parts, expected, strict=True))
+    for m in TOKENS:
+        few = Rotation(rotation.positions[:m], rotation.cos_sin)
+        assert all(torch.equal(a, b[:m]) for a, b in zip(split_heads(qkv[:m], few, **options), parts, strict=True)), m
+    upstream = [randn(*part.shape, device=device) for part in parts]
+    inputs = [qkv, *weights] if normed else [qkv]
+    gradients = torch.autograd.grad(parts, inputs, upstream, retain_graph=True)
+    assert all(map(torch.equal, gradients, torch.autograd.grad(parts, inputs, upstream)))
+    for a, b in zip(gradients, torch.autograd.grad(expected, inputs, upstream), strict=True):
+        assert error(a, b) < 4e-3
 
 
 def test_silu_and_mul_rows_exact(device):

@@ -89,6 +89,45 @@ def _norm() -> None:
     rms_norm_backward(x, x, weight, torch.ones(8))
 
 
+def _heads() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Interleaved q, k and v, a norm's weight, positions and their angles."""
+    size = 128
+    return torch.ones(M, 2, 6, size).bfloat16(), torch.ones(size), torch.arange(M), torch.ones(M, size).bfloat16()
+
+
+def _norm_rope() -> None:
+    from jetrl_megatron.kernels import norm_rope
+
+    qkv, weight, *places = _heads()
+    for gain in (weight, None):
+        for x in (qkv[:, :, :4], qkv[:, :, 4:5]):
+            y, rstd = norm_rope.norm_rope(x, gain, EPS, *places)
+            norm_rope.norm_rope_backward(y, x, gain, rstd, *places, torch.empty_like(qkv)[:, :, :4])
+
+
+def sums_heads_alike() -> None:
+    """The norm alone and the one with the rotation sum a row in the same parts, and so in the same order."""
+    from jetrl_megatron.kernels import head_norm, norm_rope
+
+    qkv, weight, *places = _heads()
+    for size in (64, 128, 192, 256):
+        x, gain = qkv.new_ones(M, 2, 6, size), qkv.new_ones(size)
+        for part in (slice(4), slice(4, 5)):
+            kernels_on_cpu.compiled.clear()
+            head_norm.head_norm(x[:, :, part].flatten(1, 2), gain, EPS)
+            norm_rope.norm_rope(x[:, :, part], gain, EPS, places[0], qkv.new_ones(M, size))
+            alone, fused = map(_layout_of_sum, kernels_on_cpu.compiled)
+            assert alone == fused, f"{size}: {alone} and {fused}"
+
+
+def _layout_of_sum(kernel: object) -> str:
+    """How the tensor that a kernel sums lies over threads."""
+    code = kernel.asm["ttgir"]
+    (shape, layout), *more = re.findall(r"}\) : \(tensor<(\w+), (#\w+)>\) -> ", code)
+    assert not more
+    return f"{shape} {re.search(rf'^{layout} = (.*)$', code, re.MULTILINE)[1]}"
+
+
 def _swiglu() -> None:
     from jetrl_megatron.kernels import swiglu
 
@@ -119,6 +158,8 @@ CASES: dict[str, Callable[[], None]] = {
     "requantize": partial(compiles, _requantize),
     "weight": partial(compiles, _weight),
     "norm": partial(compiles, _norm),
+    "norm_rope": partial(compiles, _norm_rope),
+    "sums_heads_alike": sums_heads_alike,
     "swiglu": partial(compiles, _swiglu),
     "rollout": partial(compiles, _rollout),
     "awkward_sizes": compiles_for_awkward_sizes,

@@ -23,9 +23,9 @@ from tests.unit.test_spec import TOKENS, config
 pytestmark = pytest.mark.usefixtures("megatron")
 
 
-def model(parity: bool, **changes) -> GPTModel:
-    settings = config(qk_layernorm=True, **changes)
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True)
+def model(parity: bool, *, qk_layernorm: bool = True, **changes) -> GPTModel:
+    settings = config(qk_layernorm=qk_layernorm, **changes)
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_layernorm)
     built = GPTModel(
         settings,
         jetrl_spec(spec, JETRL_FP8, parity=parity),
@@ -239,3 +239,68 @@ def test_packing_knows_equal_lengths():
     assert not _packing(packed([0, 4, 5, 9], 4), 9).equal
     with pytest.raises(ValueError, match="qkv_format='sbhd'"):
         _packing(PackedSeqParams(qkv_format="sbhd"), 8)
+
+
+def query_key_value(attention: JetRLSelfAttention, batch: int, packing: PackedSeqParams | None, at_once: bool):
+    """Query, key and value of 12 tokens, and the gradients of input and parameters for a random upstream."""
+    torch.manual_seed(1)
+    x = torch.randn(12 // batch, batch, 256).bfloat16().requires_grad_()
+    angles = torch.outer(torch.arange(12).float(), torch.logspace(0, -3, 32))
+    attention._angles = torch.cat([angles, angles], -1)[:, None, None, :]
+    attention._packed = packing
+    attention._splits_at_once = (lambda: True) if at_once else (lambda: False)
+    parts = attention.get_query_key_value_tensors(x)
+    torch.autograd.backward(parts, [torch.randn(part.shape).bfloat16() for part in parts])
+    gradients = {name: parameter.grad for name, parameter in attention.named_parameters()}
+    attention.zero_grad()
+    return [part.detach() for part in parts], {**gradients, "x": x.grad}
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(
+    ("batch", "packing"), [(1, None), (3, None), (1, {"starts": [0, 5, 12], "longest": 7})], ids=str
+)
+def test_query_key_and_value_at_once_are_those_of_the_parts_exact(norm, batch, packing):
+    attention = model(True, qk_layernorm=norm).decoder.layers[0].self_attention
+    assert attention._splits_at_once()
+    with torch.no_grad():
+        for parameter in attention.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    cases = (query_key_value(attention, batch, packing and packed(**packing), at_once) for at_once in (True, False))
+    (parts, gradients), (expected, expected_gradients) = cases
+    assert all(torch.equal(a, b) for a, b in zip(parts, expected, strict=True))
+    assert [part.shape[2] for part in parts] == [4, 2, 2]
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in gradients.items():
+        assert (gradient is None) == (expected_gradients[name] is None), name
+        assert gradient is None or torch.equal(gradient, expected_gradients[name]), name
+
+
+def test_query_key_and_value_come_from_megatron_where_norms_are_others():
+    attention = model(True).decoder.layers[0].self_attention
+    attention.k_layernorm.eps = 1.0
+    assert not attention._splits_at_once()
+    attention.k_layernorm = torch.nn.RMSNorm(64)
+    assert not attention._splits_at_once()
+
+
+def test_query_key_and_value_at_once_run_the_hooks_of_the_norms():
+    # DistributedDataParallel waits in them for the norms' weights.
+    attention, called = model(True).decoder.layers[0].self_attention, []
+    attention.q_layernorm.register_forward_pre_hook(lambda module, _: called.append(module))
+    attention.k_layernorm.register_forward_pre_hook(lambda module, *_: called.append(module), with_kwargs=True)
+    query_key_value(attention, 1, None, True)
+    assert called == [attention.q_layernorm, attention.k_layernorm]
+
+
+def test_positions_are_made_once_and_anew_for_other_lengths():
+    attention, packing = model(True).decoder.layers[0].self_attention, packed([0, 5, 12], 7)
+    angles = torch.zeros(12, 1, 1, 64)
+    for attention._packed in (None, packing):
+        first = attention._known_positions(angles, 12, 1, 12)
+        assert attention._known_positions(angles, 12, 1, 12) is first
+        assert first.tolist() == positions(12, 1, attention._packed, rows=12)
+    packing.cu_seqlens_q[1] = 3
+    assert attention._known_positions(angles, 12, 1, 12).tolist() == [*range(3), *range(9)]
+    attention._packed = None
+    assert attention._known_positions(angles, 6, 2, 12).tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
