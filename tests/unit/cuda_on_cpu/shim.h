@@ -119,6 +119,15 @@ T __shfl_xor_sync(unsigned, T value, int distance) {
 }
 
 template <typename T>
+T __shfl_sync(unsigned, T value, int lane, int width = 32) {
+    const int self = fibers.current;
+    show(value);
+    const T other = shown_by<T>(self / width * width + lane);
+    yield_to_others();
+    return other;
+}
+
+template <typename T>
 T __reduce_max_sync(unsigned, T value) {
     const int warp = fibers.current & ~31;
     show(value);
@@ -167,4 +176,10 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     unsigned result = 0;
     for (int i = 0; i < 4; ++i) result |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
     return result;
+}
+
+// Of the lower halves, as BF16.
+inline unsigned max_nan_xorsign_abs(unsigned a, unsigned b) {
+    const unsigned larger = std::max(a & 0x7fff, b & 0x7fff);
+    return larger > 0x7f80 ? 0x7fff : larger | ((a ^ b) & 0x8000);
 }
