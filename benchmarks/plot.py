@@ -1,4 +1,4 @@
-"""Draws one picture beside each result file: `python -m benchmarks.plot [FILE.json ...]`, by default all of them."""
+"""Draws a picture beside a result file: `python -m benchmarks.plot [FILE.json ...]`, by default each that has one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Bars = dict[str, dict[str, float]]
 
 
 def main() -> None:
-    """Draws the files named on the command line, or every benchmark's result."""
+    """Draws the files named on the command line, or every result of a benchmark that has a chart."""
     files = [Path(name) for name in sys.argv[1:]] or sorted(RESULTS.glob("bench_*.json"))
     for path in files:
         rows = [row for row in json.loads(path.read_text()) if row["value"] is not None]
-        if not rows:
-            print(f"{path}: nothing was measured")
+        if not rows or rows[0]["bench"] not in (*CHARTS, "bench_training"):
+            print(f"{path}: {'there is no chart of it' if rows else 'nothing was measured'}")
             continue
         draw(rows, path.with_suffix(".png"))
         print(path.with_suffix(".png"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -39,6 +41,7 @@ class Process:
                 stdout=output,
                 stderr=output,
                 pass_fds=[theirs.fileno()],
+                start_new_session=True,
             )
         theirs.close()
 
@@ -66,13 +69,13 @@ class Process:
         return self.result()
 
     def stop(self) -> None:
-        """Ends the process."""
+        """Ends the process, and those that it started and did not end itself."""
         self._connection.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 def connection_of(pipe: str) -> Connection:

@@ -197,6 +197,9 @@ class ReloadedWeights:
         """Always."""
         return True
 
+    def save(self) -> None:
+        """Keeps nothing."""
+
     def begin(self) -> None:
         """Starts the reload."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload

@@ -124,11 +124,12 @@ class EngineWeights:
                 return False
         return True
 
-    def begin(self) -> None:
-        """Starts to save what will be overwritten."""
-        self._written = 0
-        self._events = []
-        if self.device.type != "cuda":
+    def save(self) -> None:
+        """Starts to copy what an update will overwrite, once; `commit` and `roll_back` end what it started.
+
+        Earlier than `begin`, because it takes longer than anything else: host memory is slow.
+        """
+        if self.device.type != "cuda" or self._events:
             return
         # Steps that were started before this update still read the weights.
         torch.cuda.synchronize(self.device)
@@ -137,6 +138,11 @@ class EngineWeights:
                 for entry in saved:
                     entry.old.copy_(entry.target, non_blocking=True)
                 self._events.append(self._side.record_event())
+
+    def begin(self) -> None:
+        """Buckets may be written from now on."""
+        self._written = 0
+        self.save()
 
     def write(self, index: int, buffer: torch.Tensor) -> None:
         """Writes bucket number `index`.
@@ -177,7 +183,7 @@ class EngineWeights:
             layer.quant_method.process_weights_after_loading(layer)
 
     def roll_back(self) -> None:
-        """Makes the weights those from before `begin`."""
+        """Makes the weights those from before `save`."""
         for state in reversed(self._states):
             _restore(state)
         self._states.clear()
@@ -186,8 +192,9 @@ class EngineWeights:
                 for entry in saved:
                     entry.target.copy_(entry.old)
         if self.device.type == "cuda":
-            # Also waits for what `begin` started, so that the next update may start it anew.
+            # Also waits for what `save` started, whose memory the engine may now give away.
             torch.cuda.synchronize(self.device)
+        self._events = []
         if self._written:
             self._written = 0
             for layer in self._derived_layers():
@@ -196,6 +203,7 @@ class EngineWeights:
     def commit(self) -> None:
         """Gives up the old weights."""
         self._states.clear()
+        self._events = []
         self._written = 0
 
     def _derived_layers(self) -> Iterator[Any]:

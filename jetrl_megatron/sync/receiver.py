@@ -204,6 +204,12 @@ class EngineReceiver:
             return None
         return self.weights.manifest.digest
 
+    def forget(self) -> None:
+        """Gives up what was prepared for another manifest."""
+        if self.weights is not None:
+            self.weights.roll_back()
+        self.weights = None
+
     def prepare(self, manifest: Manifest) -> list[str]:
         """Checks a manifest and finds out where its tensors go; returns the problems that this worker sees."""
         from jetrl_megatron.sync.engine_weights import engine_problems

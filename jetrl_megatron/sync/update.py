@@ -30,7 +30,6 @@ class Update:
         self._connection: Connection | None = None
         self._receiving: Receiving | None = None
         self._version = receiver.version
-        self._begun = False
         self._fresh = False
         self._transport = ""
 
@@ -51,7 +50,7 @@ class Update:
         try:
             # First: a broadcast whose sender is gone keeps the GPU busy for ever, and what follows waits for the GPU.
             self._stop_receiving(failed=True)
-            if self._begun and weights is not None:
+            if weights is not None:
                 weights.roll_back()
         except Exception as error:
             # After some CUDA errors, e.g. one while the memory of a killed sender is read, a process has no GPU left.
@@ -81,6 +80,9 @@ class Update:
         endpoint = receiver.endpoint(self._endpoints)
         self._transport = endpoint["transport"]
         self._connection = connection = connect(endpoint["address"], self._timeout)
+        digest = receiver.known_digest()
+        if receiver.weights is not None:
+            receiver.weights.save()
         group = None if receiver.group is None else receiver.group.name
         # Of this engine, that come to this sender.
         workers = receiver.workers if len(self._endpoints) == 1 else 1
@@ -89,7 +91,6 @@ class Update:
         connection.expect("welcome")
         connection.send("here")
         offer = connection.expect("offer")
-        digest = receiver.known_digest()
         connection.send("known", digest=digest)
         self._version = offer["version"]
         if self._version <= receiver.version:
@@ -97,7 +98,7 @@ class Update:
         self._fresh = digest != offer["digest"]
         if not self._fresh:
             return []
-        receiver.weights = None
+        receiver.forget()
         manifest = Manifest.from_message(connection.expect("manifest"))
         return receiver.prepare(manifest)
 
@@ -115,7 +116,6 @@ class Update:
         offer = connection.expect("open")["offer"]
         self._receiving = self._receiver.open(self._transport, offer, connection)
         connection.send("opened")
-        self._begun = True
         weights.begin()
         buckets = len(weights.manifest.buckets)
         for index in range(buckets):

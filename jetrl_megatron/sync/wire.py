@@ -44,6 +44,9 @@ class Connection:
     """
 
     def __init__(self, sock: socket.socket, peer: str, timeout: float) -> None:
+        if sock.family != socket.AF_UNIX:
+            # Messages are short and follow each other: each is to leave at once.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
         self.peer = peer
         self.timeout = timeout

@@ -22,13 +22,18 @@ class PlainWeights:
     def __init__(self, held: dict[str, torch.Tensor], manifest: Manifest) -> None:
         self.manifest = manifest
         self._held = held
-        self._old: dict[str, torch.Tensor] = {}
+        self.saved: dict[str, torch.Tensor] = {}
+        self.saves = 0
 
     def is_current(self) -> bool:
         return True
 
+    def save(self) -> None:
+        self.saves += 1
+        self.saved = self.saved or {name: tensor.clone() for name, tensor in self._held.items()}
+
     def begin(self) -> None:
-        self._old = {name: tensor.clone() for name, tensor in self._held.items()}
+        self.save()
 
     def write(self, index: int, buffer: torch.Tensor) -> None:
         for part in self.manifest.buckets[index].slices:
@@ -41,11 +46,12 @@ class PlainWeights:
         pass
 
     def roll_back(self) -> None:
-        for name, old in self._old.items():
+        for name, old in self.saved.items():
             self._held[name].copy_(old)
+        self.saved = {}
 
     def commit(self) -> None:
-        self._old = {}
+        self.saved = {}
 
 
 class PlainReceiver(EngineReceiver):

@@ -102,6 +102,20 @@ def test_update_reaches_an_engine_of_plain_tensors(transport: str, monkeypatch: 
     synchronizer.close()
 
 
+def test_what_was_saved_ahead_is_given_up_when_other_tensors_are_offered() -> None:
+    receiver = PlainReceiver(random_tensors(0))
+    first = JetRLWeightSynchronizer(TensorSource(random_tensors(1), JETRL_FP8), timeout=20)
+    assert update(first, receiver) == ({"version": 1, "problems": []}, "")
+    prepared = receiver.weights
+    assert isinstance(prepared, PlainWeights) and not prepared.saved
+    prepared.saves = 0
+    other = JetRLWeightSynchronizer(TensorSource({"other.weight": torch.ones(3)}, JETRL_FP8), timeout=20)
+    assert "other.weight is unknown" in update(other, receiver)[1]
+    assert prepared.saves == 1 and not prepared.saved and same(receiver.held, random_tensors(1))
+    for synchronizer in (first, other):
+        synchronizer.close()
+
+
 def test_worker_that_cannot_take_an_update_back_asks_for_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(*args: object) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
