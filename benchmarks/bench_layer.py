@@ -9,6 +9,8 @@ FlashAttention 3.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from benchmarks.common import Model, Run, start, transformer_engine, write_profile
@@ -73,8 +75,14 @@ def measure(run: Run, model: Model, *, te: bool) -> None:
                     peer=plain,
                     ratio=ratio,
                 )
-    del case
     if run.device.type == "cuda":
+        found = {name: case.memory(name) for name in case.layers}
+        peer = found["bf16_megatron"]
+        for name, what in ((name, what) for name, parts in found.items() for what in parts):
+            ratio = found[name][what] / peer[what]
+            compared: dict[str, Any] = {} if name == "bf16_megatron" else {"peer": "bf16_megatron", "ratio": ratio}
+            run.add(model, f"layer, {attention}", sequence, f"{name}/{what}", found[name][what], "bytes", **compared)
+        del case
         torch.cuda.empty_cache()
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -108,6 +109,18 @@ class LayerCase:
             found[f"{name}_strict"] = self._phases(name, quantize_anew)
             found[f"{name}_cached"] = self._phases(name, lambda layer: None)
         return found
+
+    def memory(self, name: str) -> dict[str, int]:
+        """Bytes that a forward keeps for backward, its output apart, and the most that both take; weights are there."""
+        self._result(name)
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        y = self.forward(name, self.x[0])
+        kept = torch.cuda.memory_allocated() - before - y.nbytes
+        y.backward(self.dy[0])
+        return {"kept for backward": kept, "peak of forward+backward": torch.cuda.max_memory_allocated() - before}
 
     def check(self) -> None:
         """FP8 layers are near the BF16 one, forward and backward, and JetRL's repeats byte for byte.
