@@ -3,9 +3,10 @@
     python -m benchmarks.bench_verify [--cases qwen3_4096,...] [--tp 2] [--out benchmarks/results]
 
 Each case makes a random model (or SmolLM2's real weights, padded to whole tiles), quantises it, has vLLM generate 64
-and 300 sequences of 600 tokens and 4 of 8,192, scores them with the Megatron model in parity mode, with
-ordinary operators and in BF16, takes three optimizer steps, updates the engine's weights and compares again. Rows
-go to OUT/verify_CASE.json, |dlogp| by position to verify_CASE.png.
+and 300 sequences of 600 tokens and 4 of 8,192 (or as many as the model has positions for), scores them with the
+Megatron model in parity mode (with `--compare` also with ordinary operators and in BF16), takes three optimizer steps,
+updates the engine's weights and compares again. Rows go to OUT/verify_CASE.json, |dlogp| and KL by position to
+verify_CASE.png.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def register(subcommands: Any) -> None:
     add("--tp", metavar="N", type=int, default=1, help="tensor-parallel size of both sides (default: 1)")
     add("--sequence-parallel", action="store_true", help="of training, with --tp 2 or more")
     add("--rollout-tp", metavar="N", type=int, help="of the rollout, if it is another")
-    add("--seqs", metavar="M", type=int, default=64, help="sequences (default: 64)")
+    add("--sequences", "--seqs", metavar="M", type=int, default=64, help="sequences (default: 64)")
     add("--tokens", metavar="N", type=int, default=600, help="generated tokens of each (default: 600)")
     add("--further", metavar="MxN", type=_pair, action="append", default=[], help="another batch; may be repeated")
     add("--prompt-tokens", metavar="N", type=int, default=32, help="random tokens before them (default: 32)")
@@ -43,8 +43,8 @@ def register(subcommands: Any) -> None:
     add("--prefill", action="store_true", help="also have the engine score its own tokens")
     add("--steps", metavar="N", type=int, default=0, help="generate again after N optimizer steps and a weight update")
     add("--learning-rate", metavar="X", type=float, default=1e-4, help="of those steps (default: 1e-4)")
-    add("--json", metavar="FILE", type=Path, help="write rows, findings and |dlogp| by position")
-    add("--plot", metavar="FILE", type=Path, help="draw |dlogp| against token position")
+    add("--json", metavar="FILE", type=Path, help="write rows, findings and the metrics by position")
+    add("--plot", metavar="FILE", type=Path, help="draw |dlogp| and KL against token position")
     add("--keep", metavar="DIR", type=Path, help="folder for requests, results and logs (default: a temporary one)")
     parser.set_defaults(run=run)
 
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         tp=arguments.tp,
         sequence_parallel=arguments.sequence_parallel,
         rollout_tp=arguments.rollout_tp,
-        sequences=arguments.seqs,
+        sequences=arguments.sequences,
         tokens=arguments.tokens,
         further=tuple(arguments.further),
         prompt_tokens=arguments.prompt_tokens,
@@ -115,6 +115,8 @@ def read_prompts(path: Path) -> tuple[tuple[int, ...], ...]:
     """
     try:
         prompts = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"prompts={path} cannot be read ({error.strerror}): name a JSON file") from error
     except ValueError as error:
         raise ValueError(f"prompts={path} is no JSON file: {error}") from error
     if not (isinstance(prompts, list) and prompts and all(_is_prompt(prompt) for prompt in prompts)):
@@ -134,5 +136,8 @@ def _folder(keep: Path | None) -> Iterator[Path]:
         return
     if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise ValueError(f"keep={keep} is no empty folder: name another one, or empty it")
-    keep.mkdir(parents=True, exist_ok=True)
+    try:
+        keep.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"keep={keep} cannot be created ({error.strerror}): name another folder") from error
     yield keep

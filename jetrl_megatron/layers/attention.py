@@ -112,12 +112,12 @@ def _packing(packed: PackedSeqParams, tokens: int) -> Packing:
         raise ValueError(f"packed_seq_params.qkv_format={packed.qkv_format!r}: parity attention takes 'thd'")
     # Once for all layers, since the lengths are read on the host.
     starts = _starts(packed)
-    key = (starts.data_ptr(), starts._version, tokens)
-    known: tuple[Any, Packing] | None = getattr(packed, "jetrl_packing", None)
-    if known is None or known[0] != key:
-        known = key, _read_packing(starts.to(torch.int32), tokens)
+    key = starts._version, tokens
+    known: tuple[Any, torch.Tensor, Packing] | None = getattr(packed, "jetrl_packing", None)
+    if known is None or known[0] != key or known[1] is not starts:
+        known = key, starts, _read_packing(starts.to(torch.int32), tokens)
         packed.jetrl_packing = known
-    return known[1]
+    return known[2]
 
 
 def _read_packing(starts: torch.Tensor, tokens: int) -> Packing:
@@ -219,7 +219,8 @@ class JetRLSelfAttention(SelfAttention):
         norms, size = self._head_norms(), self.hidden_size_per_attention_head
         if not all(type(norm) is JetRLRMSNorm and norm.weight.numel() == size for norm in norms):
             return False
-        return len(norms) in (0, 2) and len({norm.eps for norm in norms}) < 2
+        # The kernel sums a head as that of the norm alone does if its rows are aligned.
+        return not norms or (len(norms) == 2 and norms[0].eps == norms[1].eps and size % 16 == 0)
 
     def _head_norms(self) -> list[Any]:
         norms = self.q_layernorm, self.k_layernorm
@@ -267,9 +268,9 @@ class JetRLSelfAttention(SelfAttention):
             return _positions(length * batch, batch, packed, angles.device, rows)
         holder: Any = angles if packed is None else packed
         starts = None if packed is None else _starts(packed)
-        key = length, batch, rows, starts is None or (starts.data_ptr(), starts._version)
-        known: tuple[Any, torch.Tensor] | None = getattr(holder, "jetrl_positions", None)
-        if known is None or known[0] != key:
-            known = key, _positions(length * batch, batch, packed, angles.device, rows)
+        key = length, batch, rows, None if starts is None else starts._version
+        known: tuple[Any, torch.Tensor | None, torch.Tensor] | None = getattr(holder, "jetrl_positions", None)
+        if known is None or known[0] != key or known[1] is not starts:
+            known = key, starts, _positions(length * batch, batch, packed, angles.device, rows)
             holder.jetrl_positions = known
-        return known[1]
+        return known[2]

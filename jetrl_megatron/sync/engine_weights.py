@@ -125,24 +125,29 @@ class EngineWeights:
         return True
 
     def save(self) -> None:
-        """Starts to copy what an update will overwrite, once; `commit` and `roll_back` end what it started.
+        """Starts to copy what an update will overwrite; `commit` and `roll_back` end what it started.
 
         Earlier than `begin`, because it takes longer than anything else: host memory is slow.
         """
-        if self.device.type != "cuda" or self._events:
+        if self._events or self._written:
+            # Of an update that was interrupted.
+            self.roll_back()
+        if self.device.type != "cuda":
             return
         # Steps that were started before this update still read the weights.
         torch.cuda.synchronize(self.device)
+        events = []
         with torch.cuda.stream(self._side), torch.no_grad():
             for saved in self._saved_of_bucket:
                 for entry in saved:
                     entry.old.copy_(entry.target, non_blocking=True)
-                self._events.append(self._side.record_event())
+                events.append(self._side.record_event())
+        self._events = events
 
     def begin(self) -> None:
         """Buckets may be written from now on."""
-        self._written = 0
-        self.save()
+        if self._written or not self._events:
+            self.save()
 
     def write(self, index: int, buffer: torch.Tensor) -> None:
         """Writes bucket number `index`.
@@ -192,10 +197,12 @@ class EngineWeights:
                 for entry in saved:
                     entry.target.copy_(entry.old)
         if self.device.type == "cuda":
-            # Also waits for what `save` started, whose memory the engine may now give away.
-            torch.cuda.synchronize(self.device)
+            # What `save` started reads memory that the engine may now give away.
+            self._side.synchronize()
         self._events = []
         if self._written:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
             self._written = 0
             for layer in self._derived_layers():
                 layer.quant_method.process_weights_after_loading(layer)

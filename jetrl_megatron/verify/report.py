@@ -100,7 +100,7 @@ class VerifyReport:
                 "sequences": len(comparison.logprobs.mask),
                 **comparison.logprobs.mismatch.to_dict(),
                 "rollout_tokens_per_second": comparison.tokens_per_second,
-                "promised": self.promised,
+                "promised": self.promised and comparison.variant == "parity",
             }
             for comparison in self.comparisons
         ]

@@ -85,16 +85,18 @@ class VerifyOptions:
                 raise ValueError(f"{field}={getattr(self, field)} must be 1 or more")
         if not all(sequences > 0 and tokens > 0 for sequences, tokens in self.further):
             raise ValueError(f"further={self.further} must be pairs of 1 or more sequences and tokens")
+        if len(set(self.further)) < len(self.further):
+            raise ValueError(f"further={self.further} names a pair twice: each is a batch of its own, name it once")
         if self.rollout_tp is not None and self.rollout_tp < 1:
             raise ValueError(f"rollout_tp={self.rollout_tp} must be 1 or more")
         if self.sequence_parallel and self.tp == 1:
             raise ValueError(
                 "sequence_parallel=True splits tokens over tensor-parallel ranks: use tp=2, or leave it off"
             )
-        if self.steps < 0 or not 0 < self.learning_rate < math.inf:
-            raise ValueError(
-                f"steps={self.steps} must be 0 or more, learning_rate={self.learning_rate} a number more than 0"
-            )
+        if self.steps < 0:
+            raise ValueError(f"steps={self.steps} must be 0 or more")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate={self.learning_rate} must be a number more than 0")
         if self.mode not in MODES:
             raise ValueError(f"mode={self.mode!r} is unknown: use one of {', '.join(MODES)}")
         if not self.variants or set(self.variants) - set(VARIANTS):

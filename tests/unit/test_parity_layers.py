@@ -278,6 +278,11 @@ def test_query_key_and_value_at_once_are_those_of_the_parts_exact(norm, batch, p
 
 def test_query_key_and_value_come_from_megatron_where_norms_are_others():
     attention = model(True).decoder.layers[0].self_attention
+    for size, at_once in ((120, False), (128, True)):
+        attention.hidden_size_per_attention_head = size
+        for norm in (attention.q_layernorm, attention.k_layernorm):
+            norm.weight = torch.nn.Parameter(torch.ones(size))
+        assert attention._splits_at_once() == at_once
     attention.k_layernorm.eps = 1.0
     assert not attention._splits_at_once()
     attention.k_layernorm = torch.nn.RMSNorm(64)
@@ -302,5 +307,8 @@ def test_positions_are_made_once_and_anew_for_other_lengths():
         assert first.tolist() == positions(12, 1, attention._packed, rows=12)
     packing.cu_seqlens_q[1] = 3
     assert attention._known_positions(angles, 12, 1, 12).tolist() == [*range(3), *range(9)]
+    packing.cu_seqlens_q = torch.tensor([0, 4, 12], dtype=torch.int32)
+    packing.cu_seqlens_q[1] = 4
+    assert attention._known_positions(angles, 12, 1, 12).tolist() == [*range(4), *range(8)]
     attention._packed = None
     assert attention._known_positions(angles, 6, 2, 12).tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]

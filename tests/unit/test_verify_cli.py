@@ -78,6 +78,8 @@ def _run(arguments: dict[str, str]) -> int:
         ({"--tokens": "60"}, "max_position_embeddings=64 leaves room for 31"),
         ({"--json": "/nowhere/out.json"}, "/nowhere is no folder: create it first"),
         ({"--hf-config": "/nowhere"}, "/nowhere has no config.json"),
+        ({"--prompts": "/nowhere.json"}, "prompts=/nowhere.json cannot be read (No such file or directory)"),
+        ({"--keep": "/dev/null/work"}, "keep=/dev/null/work cannot be created (Not a directory)"),
     ],
 )
 def test_verify_bad_input_is_status_2(
@@ -130,8 +132,10 @@ def test_verify_log_probs_that_are_no_numbers(side: str) -> None:
         driver._comparison("start", "parity", rollout, train_o, {"batches": {"start": {"tokens_per_second": 1.0}}})
 
 
-def test_verify_options_unknown_words_raise() -> None:
+def test_verify_options_unknown_words_and_pairs_that_come_twice_raise() -> None:
     folders = {"train": Path("a"), "rollout": Path("b")}
+    with pytest.raises(ValueError, match=r"further=\(\(4, 8\), \(4, 8\)\) names a pair twice"):
+        VerifyOptions(**folders, further=((4, 8), (4, 8)))
     with pytest.raises(ValueError, match="mode='fast' is unknown"):
         VerifyOptions(**folders, mode="fast")
     with pytest.raises(ValueError, match="must be some of parity, ordinary, bf16"):
@@ -140,7 +144,7 @@ def test_verify_options_unknown_words_raise() -> None:
 
 @pytest.mark.parametrize("rate", [0.0, -1e-4, float("nan"), float("inf")])
 def test_verify_options_learning_rate_is_a_positive_number(rate: float) -> None:
-    with pytest.raises(ValueError, match=f"learning_rate={rate} a number more than 0"):
+    with pytest.raises(ValueError, match=f"learning_rate={rate} must be a number more than 0"):
         VerifyOptions(train=Path("a"), rollout=Path("b"), learning_rate=rate)
 
 

@@ -46,6 +46,7 @@ def test_report_rows_hold_every_metric() -> None:
     assert {**ABOUT, "bench": "verify", "variant": "parity", "batch": "start", "sequences": 2}.items() <= row.items()
     assert (row["tokens"], row["tokens_differing"], row["rollout_tokens_per_second"]) == (3, 0, 1234.5)
     assert (bf16["tokens_differing"], bf16["max_abs_dlogp"]) == (3, 0.5)
+    assert (row["promised"], bf16["promised"]) == (True, False)
 
 
 @pytest.mark.parametrize(
