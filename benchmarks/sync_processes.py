@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.processes import answer, answer_on_all_ranks, connection_of
-from jetrl_megatron.demo.loaded_weights import LoadedWeights
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.sync import JetRLWeightSynchronizer, TensorSource
 from jetrl_megatron.sync.manifest import Manifest, view_of
 from jetrl_megatron.sync.receiver import EngineReceiver, WeightReceiver, version_of
+from jetrl_megatron.verify.loaded_weights import LoadedWeights
 from jetrl_megatron.verify.requests import EngineRequest
 
 PROMPTS = tuple(tuple(range(3 + index, 90 + 3 * index, 2)) for index in range(8))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import save_file
 
-from jetrl_megatron.demo import loaded_weights
+from jetrl_megatron.verify import loaded_weights
 from jetrl_megatron.verify.engine import CPU_OPERATOR, checked_operators, require_plugin, sequences_of
 from jetrl_megatron.verify.environment import cpu_engine_environment, request_paths, restart_with
 from jetrl_megatron.verify.rollouts import ScoredSequence

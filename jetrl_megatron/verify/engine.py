@@ -47,8 +47,9 @@ def serve(request: EngineRequest) -> tuple[dict[str, Any], dict[str, Rollout]]:
 
     Returns:
         ready for JSON, "description": the engine as the precision-flow checker reads it, None in mode "bf16";
-        "operators": number of FP8 linears of a rank for each kernel class that they run; "start_seconds"; "batches":
-        for each name "sequences", "tokens" (generated), "generate_seconds", "tokens_per_second";
+        "operators": number of FP8 linears of a rank for each kernel class that they run; "start_seconds"; "served": in
+        mode "parity" fields of the `ServedPiece`s of all ranks, by the first batch that was generated from them;
+        "batches": for each name "sequences", "tokens" (generated), "generate_seconds", "tokens_per_second";
         and the rollout of each batch.
 
     Raises:
@@ -66,12 +67,16 @@ def serve(request: EngineRequest) -> tuple[dict[str, Any], dict[str, Rollout]]:
         "operators": operators,
         "description": None if request.mode == "bf16" else describe(engine),
         "start_seconds": time.perf_counter() - started,
+        "served": {},
         "batches": {},
     }
     rollouts = {}
     for done, batch in enumerate(request.batches):
         if batch.weights is not None:
             _update(engine, request, Path(batch.weights))
+        if request.mode == "parity" and (done == 0 or batch.weights is not None):
+            ranks = engine.collective_rpc("jetrl_served_pieces")
+            result["served"][batch.name] = [piece for rank in ranks for piece in rank]
         rollouts[batch.name], result["batches"][batch.name] = _run_batch(engine, batch)
         report_progress(done + 1, len(request.batches), batch.name)
     return result, rollouts

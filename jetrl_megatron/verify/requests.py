@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MODES = ("parity", "default", "bf16")
@@ -149,6 +149,7 @@ class TrainingRequest:
         scorings: forwards over them; the first one with variant "parity" is also compared with the engine.
         description: file with the engine's description, JSON; None leaves the precision flow unchecked.
         exports: folder of the export that each checkpoint's weights must equal; key "" stands for no checkpoint.
+        served: likewise the fields of the `ServedPiece`s that an engine multiplied with.
         tokens_per_forward: tokens that are packed into one forward.
         steps, learning_rate, seed: optimizer steps to take, with Adam on random tokens.
         out: folder for what the steps make: "checkpoint" (torch_dist) and "rollout" (block FP8).
@@ -163,6 +164,7 @@ class TrainingRequest:
     scorings: tuple[Scoring, ...] = ()
     description: str | None = None
     exports: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    served: Mapping[str, Sequence[Sequence[Any]]] = dataclasses.field(default_factory=dict)
     tokens_per_forward: int = 16384
     steps: int = 0
     learning_rate: float = 1e-4

@@ -238,10 +238,12 @@ class _Run:
         before = tuple(name for name in figures["batches"] if name != UPDATED)
         scorings = [Scoring(variant=v, batches=before, checkpoint=self.checkpoint) for v in self.options.variants]
         exports = {self.checkpoint or "": str(self.folder.path.absolute())} if self.options.mode != "bf16" else {}
+        served = {self.checkpoint or "": figures["served"].get(START, ())}
         if self.options.steps:
             update = self.work / "update"
             scorings.append(Scoring(variant="parity", batches=(UPDATED,), checkpoint=str(update / CHECKPOINT)))
             exports[str(update / CHECKPOINT)] = str(update / EXPORT)
+            served[str(update / CHECKPOINT)] = figures["served"].get(UPDATED, ())
         description = self.work / "description.json"
         description.write_text(json.dumps(figures["description"], indent=1))
         request = self.training_request(
@@ -249,6 +251,7 @@ class _Run:
             scorings=tuple(scorings),
             description=str(description) if figures["description"] else None,
             exports=exports,
+            served=served,
             tokens_per_forward=self.options.tokens_per_forward,
         )
         self._on_ranks("scoring", request)

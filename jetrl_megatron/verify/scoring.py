@@ -47,6 +47,7 @@ def run_scorings(request: TrainingRequest) -> tuple[dict[str, Any], dict[str, to
 
 
 def _inspect(request: TrainingRequest, scoring: Scoring, model: list[Any], found: dict[str, Any]) -> None:
+    from jetrl_megatron.verify.loaded_weights import ServedPiece
     from jetrl_megatron.verify.static_check import static_check
     from jetrl_megatron.verify.weights import differing_weights
 
@@ -55,7 +56,8 @@ def _inspect(request: TrainingRequest, scoring: Scoring, model: list[Any], found
     key = scoring.checkpoint or ""
     if key in request.exports and key not in found["weights"]:
         recipe = Fp8BlockRecipe.from_dict(request.recipe)
-        found["weights"][key] = differing_weights(model, Path(request.exports[key]), recipe)
+        served = [ServedPiece(*fields) for fields in request.served.get(key, ())]
+        found["weights"][key] = differing_weights(model, Path(request.exports[key]), recipe, served)
 
 
 def _score(request: TrainingRequest, scoring: Scoring, model: list[Any], rollout: Rollout) -> torch.Tensor:

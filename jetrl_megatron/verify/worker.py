@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from jetrl_megatron.integrations.vllm_description import PrecisionReport
 from jetrl_megatron.sync.receiver import WeightReceiver
-from jetrl_megatron.verify.probe import EngineProbe
+from jetrl_megatron.verify.loaded_weights import LoadedWeights
 
 
-class DescribedWorker(EngineProbe, PrecisionReport, WeightReceiver):
-    """Counts operators, takes weights, and describes itself to the precision-flow checker."""
+class DescribedWorker(LoadedWeights, PrecisionReport, WeightReceiver):
+    """Counts operators, takes and shows weights, and describes itself to the precision-flow checker."""

@@ -17,9 +17,9 @@ from benchmarks.processes import Failed, Process
 from benchmarks.random_models import RandomModel
 from benchmarks.sync_processes import Unchecked
 from jetrl_megatron import JETRL_FP8
-from jetrl_megatron.demo.loaded_weights import join_pieces
 from jetrl_megatron.sync import JetRLWeightSynchronizer, TensorSource, WeightSyncError
 from jetrl_megatron.verify.engine import engine_environment
+from jetrl_megatron.verify.loaded_weights import join_pieces
 from jetrl_megatron.verify.requests import EngineRequest
 from tests.gpu.conftest import DEVICE
 

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from jetrl_megatron.demo.loaded_weights import cuts
 from jetrl_megatron.verify.environment import cpu_engine_environment
+from jetrl_megatron.verify.loaded_weights import cuts
 
 PROMPTS = ([3, 4, 5], [9, 8])
 TOKENS = 4

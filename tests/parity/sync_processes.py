@@ -134,8 +134,8 @@ def serve_fresh(connection: Connection) -> None:
 
 
 if "vllm" in sys.modules:
-    from jetrl_megatron.demo.loaded_weights import LoadedWeights
     from jetrl_megatron.sync.receiver import WeightReceiver
+    from jetrl_megatron.verify.loaded_weights import LoadedWeights
 
     class TestedWorker(WeightReceiver, LoadedWeights):
         """Receives updates, and shows what it holds."""

