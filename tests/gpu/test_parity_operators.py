@@ -17,6 +17,7 @@ from jetrl_megatron.ops.rope import cos_sin_cache, rope
 from jetrl_megatron.ops.swiglu import silu_and_mul
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.tensor import BlockScaledTensor
+from tests.float64 import error, split_heads64
 
 TOKENS = (1, 2, 3, 7, 8, 16, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 512, 1000, 2048)
 EPS = 1e-6
@@ -25,10 +26,6 @@ SCALE = 128**-0.5
 
 def randn(*shape: int, device) -> torch.Tensor:
     return torch.randn(shape, device=device).bfloat16()
-
-
-def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 @pytest.mark.parametrize("features", [1024, 4096, 5120, 8192])
@@ -109,6 +106,11 @@ def test_split_heads_equal_norm_then_rope_exact(device, groups, heads, size, nor
     assert all(map(torch.equal, gradients, torch.autograd.grad(parts, inputs, upstream)))
     for a, b in zip(gradients, torch.autograd.grad(expected, inputs, upstream), strict=True):
         assert error(a, b) < 4e-3
+    inputs64 = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    expected64 = split_heads64(inputs64[0], rotation, inputs64[1:], EPS)
+    assert all(error(a.detach(), b.detach()) < 4e-3 for a, b in zip(parts, expected64, strict=True))
+    found64 = torch.autograd.grad(expected64, inputs64, [each.double() for each in upstream])
+    assert all(error(a, b) < 4e-3 for a, b in zip(gradients, found64, strict=True))
 
 
 def test_silu_and_mul_rows_exact(device):

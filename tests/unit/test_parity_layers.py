@@ -18,6 +18,7 @@ from jetrl_megatron.layers import (
 )
 from jetrl_megatron.layers.attention import _packing, _positions
 from jetrl_megatron.spec import jetrl_spec, parity_block_spec
+from tests.float64 import error
 from tests.unit.test_spec import TOKENS, config
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -116,6 +117,9 @@ def test_output_layer_gradient_is_megatrons_exact(monkeypatch):
         y.backward(dy)
         found.append((y.detach(), input.grad, each.weight.grad))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    _, dx, dweight = found[0]
+    assert error(dx, dy.double() @ layer.weight.detach().double()) < 4e-3
+    assert error(dweight, dy.double().flatten(0, 1).t() @ x.double().flatten(0, 1)) < 4e-3
 
 
 def test_output_layer_refuses_sharded_weights(monkeypatch):

@@ -8,8 +8,10 @@ from jetrl_megatron.ops.attention import attention_refusal
 from jetrl_megatron.ops.bf16_linear import row_invariant_linear, row_invariant_refusal
 from jetrl_megatron.ops.log_prob import aligned_rows, token_log_probs
 from jetrl_megatron.ops.norm import norm_forward, norm_kernel, rms_norm
+from jetrl_megatron.ops.qkv import Rotation, split_heads
 from jetrl_megatron.ops.rope import cos_sin_cache, rope
 from jetrl_megatron.ops.swiglu import silu_and_mul
+from tests.float64 import split_heads64
 
 EPS = 1e-6
 BF16_STEP = 2**-8
@@ -55,6 +57,23 @@ def test_rope_matches_formula_and_gradient_turns_back_exact():
     assert torch.equal(y[0], x[0]) and torch.equal(y[5], x[5]), "position 0 turns nothing"
     y.backward(y.detach())
     assert (x.grad.double() - x.detach().double()).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_split_heads_and_their_gradients_against_float64(normed):
+    qkv = torch.randn(40, 2, 5, 64).bfloat16().requires_grad_()
+    weights = [(1 + 0.1 * torch.randn(64)).bfloat16().requires_grad_() for _ in range(2 * normed)]
+    angles = torch.outer(torch.arange(40).float(), torch.logspace(0, -3, 32))
+    rotation = Rotation(torch.randperm(40), cos_sin_cache(torch.cat([angles, angles], dim=1)))
+    options = {"q_weight": weights[0], "k_weight": weights[1], "eps": EPS} if normed else {}
+    parts = split_heads(qkv, rotation, **options)
+    inputs64 = [tensor.detach().double().requires_grad_() for tensor in (qkv, *weights)]
+    expected = split_heads64(inputs64[0], rotation, inputs64[1:], EPS)
+    upstream = [torch.randn(part.shape).bfloat16() for part in parts]
+    found = torch.autograd.grad(parts, [qkv, *weights], upstream)
+    found64 = torch.autograd.grad(expected, inputs64, [each.double() for each in upstream])
+    for actual, wanted in zip((*parts, *found), (*expected, *found64), strict=True):
+        assert_gradient(actual.detach(), wanted.detach())
 
 
 def test_silu_and_mul_rounds_twice_exact():
