@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # The Python of a GPU host, with torch, vLLM and Megatron-core in it; the environment in .venv is for a CPU.
 BENCH_PYTHON ?= python3
-BENCHES := quantize linear layer decode_linear memory training rollout verify sync
+BENCHES := quantize linear layer head decode_linear memory training rollout verify sync
 
 .PHONY: help setup demo test lint format docs lock clean bench
 

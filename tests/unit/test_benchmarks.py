@@ -70,3 +70,14 @@ def test_bench_convert_dry_run_converts_and_checks(tmp_path):
     metrics = ["wall time", "BF16 input", "BF16 input per core", "peak memory above the interpreter"]
     assert [row["metric"] for row in rows] == [f"jetrl/{metric}" for metric in metrics]
     assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
+
+
+def test_bench_head_dry_run_takes_megatrons_head_through_both_passes(tmp_path):
+    out = tmp_path / "rows.json"
+    done = bench("head", "--dry-run", "--out", str(out))
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads(out.read_text())
+    assert [row["metric"] for row in rows] == [
+        f"megatron/{part}" for part in ("forward+backward", "forward", "backward")
+    ]
+    assert all(row["value"] > 0 for row in rows)
