@@ -9,8 +9,6 @@ FlashAttention 3.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from benchmarks.common import Model, Run, start, transformer_engine, write_profile
@@ -77,11 +75,13 @@ def measure(run: Run, model: Model, *, te: bool) -> None:
                 )
     if run.device.type == "cuda":
         found = {name: case.memory(name) for name in case.layers}
-        peer = found["bf16_megatron"]
-        for name, what in ((name, what) for name, parts in found.items() for what in parts):
-            ratio = found[name][what] / peer[what]
-            compared: dict[str, Any] = {} if name == "bf16_megatron" else {"peer": "bf16_megatron", "ratio": ratio}
-            run.add(model, f"layer, {attention}", sequence, f"{name}/{what}", found[name][what], "bytes", **compared)
+        for name, parts in found.items():
+            peer = None if name == "bf16_megatron" else "bf16_megatron"
+            for what, value in parts.items():
+                ratio = None if peer is None else value / found[peer][what]
+                run.add(
+                    model, f"layer, {attention}", sequence, f"{name}/{what}", value, "bytes", peer=peer, ratio=ratio
+                )
         del case
         torch.cuda.empty_cache()
 

@@ -99,7 +99,7 @@ def require(condition: bool, what: str) -> None:
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference over norm of the expected; NaN where either holds one."""
     expected = expected.double()
-    return float((got.double() - expected).norm() / expected.norm())
+    return ((got.double() - expected).norm() / expected.norm()).item()
 
 
 _FEWEST, _MOST = 4, 200

@@ -8,11 +8,6 @@ import torch.nn.functional as F
 from jetrl_megatron.ops.qkv import Rotation
 
 
-def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of all elements together, relative."""
-    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
-
-
 def split_heads64(
     qkv: torch.Tensor, rotation: Rotation, weights: list[torch.Tensor], eps: float
 ) -> tuple[torch.Tensor, ...]:

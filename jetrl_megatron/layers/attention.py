@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,11 +113,19 @@ def _packing(packed: PackedSeqParams, tokens: int) -> Packing:
         raise ValueError(f"packed_seq_params.qkv_format={packed.qkv_format!r}: parity attention takes 'thd'")
     # Once for all layers, since the lengths are read on the host.
     starts = _starts(packed)
-    key = starts._version, tokens
-    known: tuple[Any, torch.Tensor, Packing] | None = getattr(packed, "jetrl_packing", None)
-    if known is None or known[0] != key or known[1] is not starts:
-        known = key, starts, _read_packing(starts.to(torch.int32), tokens)
-        packed.jetrl_packing = known
+    made: Packing = _kept(
+        packed, "jetrl_packing", starts, (tokens,), lambda: _read_packing(starts.to(torch.int32), tokens)
+    )
+    return made
+
+
+def _kept(holder: Any, name: str, starts: torch.Tensor | None, key: tuple[int, ...], make: Callable[[], Any]) -> Any:
+    """What `make` makes of the lengths and the key, kept on the holder under this name until one of them is another."""
+    version = None if starts is None else starts._version
+    known = getattr(holder, name, None)
+    if known is None or known[0] is not starts or known[1] != (version, key):
+        known = starts, (version, key), make()
+        setattr(holder, name, known)
     return known[2]
 
 
@@ -263,14 +272,13 @@ class JetRLSelfAttention(SelfAttention):
     def _known_positions(self, angles: torch.Tensor, length: int, batch: int, rows: int) -> torch.Tensor:
         """Positions, made by the first layer and kept with what they come from for the others."""
         packed = self._packed
+
+        def make() -> torch.Tensor:
+            return _positions(length * batch, batch, packed, angles.device, rows)
+
         if angles.is_cuda and torch.cuda.is_current_stream_capturing():
             # A replay of the graph finds other lengths in the same tensor.
-            return _positions(length * batch, batch, packed, angles.device, rows)
-        holder: Any = angles if packed is None else packed
-        starts = None if packed is None else _starts(packed)
-        key = length, batch, rows, None if starts is None else starts._version
-        known: tuple[Any, torch.Tensor | None, torch.Tensor] | None = getattr(holder, "jetrl_positions", None)
-        if known is None or known[0] != key or known[1] is not starts:
-            known = key, starts, _positions(length * batch, batch, packed, angles.device, rows)
-            holder.jetrl_positions = known
-        return known[2]
+            return make()
+        holder, starts = (angles, None) if packed is None else (packed, _starts(packed))
+        made: torch.Tensor = _kept(holder, "jetrl_positions", starts, (length, batch, rows), make)
+        return made

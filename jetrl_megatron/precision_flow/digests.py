@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-_SUFFIXES = (".weight_scale_inv", ".weight")
+_WEIGHT, _SCALE = ".weight", ".weight_scale_inv"
 
 
 def weight_digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
@@ -23,14 +23,23 @@ def weight_digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str
     """
     parts: dict[str, dict[str, bytes]] = {}
     for name, tensor in tensors:
-        suffix = next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), None)
+        suffix = next((suffix for suffix in (_SCALE, _WEIGHT) if name.endswith(suffix)), None)
         if suffix is None:
             continue
-        stored = tensor.detach().cpu().contiguous()
-        shape = "x".join(map(str, stored.shape)).encode()
-        digest = hashlib.sha256(shape + b":" + stored.flatten().view(torch.uint8).numpy().tobytes()).digest()
-        parts.setdefault(name.removesuffix(suffix), {})[suffix] = digest
-    return {
-        name: hashlib.sha256(b"".join(key.encode() + part[key] for key in sorted(part))).hexdigest()[:16]
-        for name, part in parts.items()
-    }
+        parts.setdefault(name.removesuffix(suffix), {})[suffix] = _of_tensor(tensor)
+    return {name: _of_linear(part) for name, part in parts.items()}
+
+
+def linear_digest(codes: torch.Tensor, scale: torch.Tensor) -> str:
+    """The digest of one linear, see `weight_digests`."""
+    return _of_linear({_WEIGHT: _of_tensor(codes), _SCALE: _of_tensor(scale)})
+
+
+def _of_tensor(tensor: torch.Tensor) -> bytes:
+    stored = tensor.detach().cpu().contiguous()
+    shape = "x".join(map(str, stored.shape)).encode()
+    return hashlib.sha256(shape + b":" + stored.flatten().view(torch.uint8).numpy().tobytes()).digest()
+
+
+def _of_linear(parts: dict[str, bytes]) -> str:
+    return hashlib.sha256(b"".join(suffix.encode() + parts[suffix] for suffix in sorted(parts))).hexdigest()[:16]

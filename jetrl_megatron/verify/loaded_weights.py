@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from jetrl_megatron.precision_flow.digests import weight_digests
+from jetrl_megatron.precision_flow.digests import linear_digest
 from jetrl_megatron.tensor import ceil_div
 from jetrl_megatron.verify.probe import EngineProbe, fp8_linears
 
@@ -68,7 +68,9 @@ class LoadedWeights(EngineProbe):
 
     def jetrl_served_pieces(self) -> list[list[Any]]:
         """What this rank multiplies with: fields of `ServedPiece`, ready for JSON."""
-        return [[cut.name, cut.dim, cut.index, cut.count, _digest(codes, scale)] for cut, codes, scale in self._cuts()]
+        return [
+            [cut.name, cut.dim, cut.index, cut.count, linear_digest(codes, scale)] for cut, codes, scale in self._cuts()
+        ]
 
     def _cuts(self) -> Iterator[tuple[Cut, torch.Tensor, torch.Tensor]]:
         """Each logical matrix that this rank holds a piece of, its codes as uint8, and its scales."""
@@ -122,15 +124,10 @@ def stale_pieces(codes: torch.Tensor, scale: torch.Tensor, served: Sequence[Serv
     """
     stale = []
     for piece in served:
-        parts = (whole.chunk(piece.count, piece.dim)[piece.index].contiguous() for whole in (codes, scale))
-        if _digest(*parts) != piece.digest:
+        parts = (whole.chunk(piece.count, piece.dim)[piece.index] for whole in (codes, scale))
+        if linear_digest(*parts) != piece.digest:
             stale.append(piece)
     return stale
-
-
-def _digest(codes: torch.Tensor, scale: torch.Tensor) -> str:
-    (digest,) = weight_digests([("x.weight", codes), ("x.weight_scale_inv", scale)]).values()
-    return digest
 
 
 def join_pieces(folder: Path) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.common import relative_error
 from jetrl_megatron import quantize_weight
 from tests.distributed.linear_bodies import LINEARS
 from tests.distributed.ranks import launch
@@ -68,8 +69,7 @@ def test_fprop_and_dgrad_under_tensor_parallelism(ranks, kind, name, tp):
     together = halves([p[joined] for p in parts], 1) if kind == "fc1" else torch.cat([p[joined] for p in parts], 1)
     assert torch.equal(together, whole[joined])
     # The other one is a sum over ranks of partial results, each rounded to BF16 (8 bits): half a unit per part and sum.
-    error = (parts[0][summed].double() - whole[summed].double()).norm() / whole[summed].double().norm()
-    assert error < 2**-8 * tp**0.5
+    assert relative_error(parts[0][summed], whole[summed]) < 2**-8 * tp**0.5
     assert all(torch.equal(part[summed], parts[0][summed]) for part in parts)
 
 
@@ -101,10 +101,6 @@ def test_log_probs_do_not_depend_on_tensor_parallelism_exact(ranks, tp):
     whole, parts = ranks["log_probs_tp1"][0], ranks[f"log_probs_tp{tp}"][:tp]
     assert all(torch.equal(part["log_probs"], whole["log_probs"]) for part in parts)
     assert torch.equal(torch.cat([part["gradient"] for part in parts], 1), whole["gradient"])
-
-
-def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 def test_fused_mlp_is_megatrons_mlp_close(ranks):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from benchmarks.common import relative_error
 from jetrl_megatron import JETRL_FP8, Fp8BlockRecipe
 from jetrl_megatron.autograd import LinearCall, LinearPlan, Norm, block_fp8_linear, block_fp8_swiglu_mlp
 from jetrl_megatron.layout import TileLayout, gated_layout, plain_layout, qkv_layout
@@ -11,10 +12,6 @@ from jetrl_megatron.ops.alignment import Alignment
 
 RECIPES = {"ue8m0": JETRL_FP8, "fp32": Fp8BlockRecipe(scale_format="fp32")}
 MS = (1, 2, 3, 7, 8, 16, 31, 64, 100, 127, 128, 129, 255, 256, 257, 512, 1000, 2048, 3333, 4095, 6000)
-
-
-def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 def make_call(rows: TileLayout, columns: int, device, recipe: Fp8BlockRecipe = JETRL_FP8) -> LinearCall:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.common import relative_error
 from jetrl_megatron.ops.attention import Packing, attention_refusal, fewest_queries, flash_attention
 from jetrl_megatron.ops.bf16_linear import row_invariant_linear, row_invariant_refusal
 from jetrl_megatron.ops.log_prob import token_log_probs
@@ -17,7 +18,7 @@ from jetrl_megatron.ops.rope import cos_sin_cache, rope
 from jetrl_megatron.ops.swiglu import silu_and_mul
 from jetrl_megatron.recipe import Fp8BlockRecipe
 from jetrl_megatron.tensor import BlockScaledTensor
-from tests.float64 import error, split_heads64
+from tests.float64 import split_heads64
 
 TOKENS = (1, 2, 3, 7, 8, 16, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 512, 1000, 2048)
 EPS = 1e-6
@@ -58,7 +59,7 @@ def test_norm_gradient(device, shape):
     rms_norm(x, weight, EPS).backward(dy)
     x64, weight64 = (t.detach().double().requires_grad_() for t in (x, weight))
     F.rms_norm(x64, shape[-1:], weight64, EPS).backward(dy.double())
-    assert error(x.grad, x64.grad) < 4e-3 and error(weight.grad, weight64.grad) < 4e-3
+    assert relative_error(x.grad, x64.grad) < 4e-3 and relative_error(weight.grad, weight64.grad) < 4e-3
 
 
 @pytest.mark.parametrize(("base", "size"), [(10000, 64), (500000, 128), (1000000, 128)])
@@ -105,12 +106,12 @@ def test_split_heads_equal_norm_then_rope_exact(device, groups, heads, size, nor
     gradients = torch.autograd.grad(parts, inputs, upstream, retain_graph=True)
     assert all(map(torch.equal, gradients, torch.autograd.grad(parts, inputs, upstream)))
     for a, b in zip(gradients, torch.autograd.grad(expected, inputs, upstream), strict=True):
-        assert error(a, b) < 4e-3
+        assert relative_error(a, b) < 4e-3
     inputs64 = [tensor.detach().double().requires_grad_() for tensor in inputs]
     expected64 = split_heads64(inputs64[0], rotation, inputs64[1:], EPS)
-    assert all(error(a.detach(), b.detach()) < 4e-3 for a, b in zip(parts, expected64, strict=True))
+    assert all(relative_error(a.detach(), b.detach()) < 4e-3 for a, b in zip(parts, expected64, strict=True))
     found64 = torch.autograd.grad(expected64, inputs64, [each.double() for each in upstream])
-    assert all(error(a, b) < 4e-3 for a, b in zip(gradients, found64, strict=True))
+    assert all(relative_error(a, b) < 4e-3 for a, b in zip(gradients, found64, strict=True))
 
 
 def test_silu_and_mul_rows_exact(device):
@@ -159,7 +160,7 @@ def test_log_prob_gradient(device):
     token_log_probs(logits, targets, vocabulary=32000).backward(dy)
     logits64 = logits.detach().double().requires_grad_()
     logits64[:, :32000].log_softmax(-1).gather(1, targets[:, None])[:, 0].backward(dy.double())
-    assert error(logits.grad, logits64.grad) < 4e-3
+    assert relative_error(logits.grad, logits64.grad) < 4e-3
 
 
 @pytest.mark.parametrize(("rows", "features"), [(32768, 4096), (8192, 1024)])
@@ -168,7 +169,7 @@ def test_lm_head_rows_do_not_depend_on_their_number_exact(device, rows, features
         pytest.skip(reason)
     x, weight = randn(2048, features, device=device), randn(rows, features, device=device) * 0.02
     y = row_invariant_linear(x, weight)
-    assert error(y, x.double() @ weight.double().t()) < 4e-3
+    assert relative_error(y, x.double() @ weight.double().t()) < 4e-3
     for m in TOKENS:
         assert torch.equal(row_invariant_linear(x[:m], weight), y[:m]), m
     half = weight[: rows // 2].contiguous()
@@ -207,7 +208,7 @@ def test_attention_and_its_gradient(device, lengths, equal):
         ("dk", k.grad, k64.grad),
         ("dv", v.grad, v64.grad),
     ):
-        assert error(a.detach(), b.detach()) < 8e-3, name
+        assert relative_error(a.detach(), b.detach()) < 8e-3, name
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from benchmarks.common import relative_error
 from jetrl_megatron import JETRL_FP8, Fp8BlockRecipe, quantize_activation, quantize_weight
 from jetrl_megatron.autograd import LinearCall, LinearPlan, Norm, block_fp8_linear, block_fp8_swiglu_mlp
 from jetrl_megatron.layout import TileLayout, gated_layout, plain_layout, qkv_layout
@@ -33,10 +34,6 @@ def make_plan(
     return LinearPlan(
         recipe, quantizer, ReferenceGemm(), Alignment(rows, None, CPU), Alignment(column_layout, None, CPU), None
     )
-
-
-def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 class Problem:
