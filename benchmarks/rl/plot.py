@@ -1,7 +1,8 @@
 """Tables and pictures of a study: `python -m benchmarks.rl.plot STUDY [--out FOLDER] [--last 10]`.
 
-FOLDER gets study.json (every number of the tables), study.md (the tables), curves.png (mean and standard deviation over
-seeds by step), positions.png (mismatch by token position) and phases.png (where a step's time goes).
+FOLDER gets study.json (every number of the tables), study.md (the tables), series.json (every number of the curves, a
+line for each run and metric), curves.png (mean and standard deviation over seeds by step), positions.png (mismatch by
+token position) and phases.png (where a step's time goes).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from matplotlib.figure import Figure
 from benchmarks.rl.variants import RunFolder, found_in
 
 Row = dict[str, Any]
-Curve = dict[int, list[float]]
-"""Values of all seeds by step or position."""
+Series = dict[str, dict[str, dict[int, dict[int, float]]]]
+"""Values by metric, variant, seed, and step or position."""
 _CURVES: dict[str, Callable[[Row], float | None]] = {
     "reward": lambda row: row.get("reward"),
     "held-out accuracy": lambda row: row.get("held_out_accuracy"),
@@ -28,6 +29,10 @@ _CURVES: dict[str, Callable[[Row], float | None]] = {
     "KL to the first policy": lambda row: row.get("kl"),
     "token_mult_prob_error": lambda row: row["mismatch"]["token_mult_prob_error"] if "mismatch" in row else None,
 }
+_POSITIONS = {"mean_abs_dlogp": "mean |dlogp|", "gen_kl_error": "KL(rollout || training)"}
+_ENDS = ("reward at the end", "held-out accuracy at the end")
+_PLACES = ("out", "shared", "time_budget")
+"""Options that say where and how long a run was made, not what it is."""
 PHASES = (
     *("rollout", "sync_quantize", "sync_send_and_load", "log_prob", "reference"),
     *("forward", "backward", "optimizer", "evaluate"),
@@ -50,12 +55,14 @@ def main() -> None:
     out = options.out or options.study
     out.mkdir(parents=True, exist_ok=True)
     summary = {variant: summarize(found, options.last) for variant, found in runs.items()}
+    curves, positions = by_step(runs), {title: by_position(runs, name) for name, title in _POSITIONS.items()}
     (out / "study.json").write_text(json.dumps({"last": options.last, "variants": summary}, indent=1) + "\n")
     (out / "study.md").write_text(tables(summary, options.last))
-    draw_curves(runs, out / "curves.png")
-    draw_positions(runs, out / "positions.png")
+    (out / "series.json").write_text(f"[\n{',\n'.join(lines('step', curves) + lines('position', positions))}\n]\n")
+    draw_series(curves, (2, 3), "step", out / "curves.png")
+    draw_series(positions, (1, 2), "position of the generated token", out / "positions.png")
     draw_phases(summary, out / "phases.png")
-    for name in ("study.json", "study.md", "curves.png", "positions.png", "phases.png"):
+    for name in ("study.json", "study.md", "series.json", "curves.png", "positions.png", "phases.png"):
         print(out / name)
 
 
@@ -68,13 +75,13 @@ def summarize(runs: Sequence[RunFolder], last: int) -> dict[str, Any]:
     # The first step of a sitting compiles and captures; the median does not mind.
     seconds = {name: _median(row["seconds"].get(name, 0.0) for row in everything) for name in (*PHASES, "step")}
     return {
-        "options": runs[0].options(),
+        "options": {name: value for name, value in runs[0].options().items() if name not in _PLACES},
         "seeds": [run.seed for run in runs],
         "steps": [len(rows) for rows in steps],
         "reward at the start": _spread([rows[0]["reward"] for rows in steps if rows]),
-        "reward at the end": _spread([_mean(row["reward"] for row in rows[-last:]) for rows in steps if rows]),
+        "reward at the end": _of_seeds([_mean(row["reward"] for row in rows[-last:]) for rows in steps if rows]),
         "held-out accuracy at the start": _spread([values[0] for values in accuracy if values]),
-        "held-out accuracy at the end": _spread([values[-1] for values in accuracy if values]),
+        "held-out accuracy at the end": _of_seeds([values[-1] for values in accuracy if values]),
         "tokens": sum(found["tokens"] for found in errors),
         "tokens_differing": sum(found["tokens_differing"] for found in errors),
         "steps_exactly_equal": sum(
@@ -92,6 +99,10 @@ def summarize(runs: Sequence[RunFolder], last: int) -> dict[str, Any]:
 def tables(summary: dict[str, dict[str, Any]], last: int) -> str:
     """The summary in Markdown."""
     parts = [_table(summary, f"Learning (the end is the mean of the last {last} steps)", _learning)]
+    base = summary.get("bf16", {"seeds": []})
+    paired = {name: found for name, found in summary.items() if found is not base and found["seeds"] == base["seeds"]}
+    if paired:
+        parts.append(_table(paired, "Minus bf16 with the same seed", lambda found: _minus(found, base)))
     parts.append(_table(summary, "Mismatch of training and rollout, over all steps", _mismatch))
     parts.append(_table(summary, "Seconds of a step, median", _seconds))
     return "\n".join(parts)
@@ -99,8 +110,13 @@ def tables(summary: dict[str, dict[str, Any]], last: int) -> str:
 
 def _learning(found: dict[str, Any]) -> dict[str, str]:
     names = ("reward at the start", "reward at the end", "held-out accuracy at the start")
-    shown = {name: _shown(found[name]) for name in (*names, "held-out accuracy at the end")}
+    shown = {name: _shown(found[name]) for name in (*names, _ENDS[1])}
     return {"seeds": str(len(found["seeds"])), "steps": _range(found["steps"]), **shown}
+
+
+def _minus(found: dict[str, Any], base: dict[str, Any]) -> dict[str, str]:
+    pairs = {name: zip(found[name]["seeds"], base[name]["seeds"], strict=True) for name in _ENDS}
+    return {name: _shown(_spread([a - b for a, b in values])) for name, values in pairs.items()}
 
 
 def _mismatch(found: dict[str, Any]) -> dict[str, str]:
@@ -127,28 +143,54 @@ def _table(summary: dict[str, dict[str, Any]], title: str, cells: Callable[[dict
     return "\n".join(lines) + "\n"
 
 
-def draw_curves(runs: dict[str, list[RunFolder]], path: Path) -> None:
-    """Each metric by step: a line for the mean over seeds, a band of a standard deviation on each side."""
-    figure = Figure(figsize=(13, 7), layout="constrained")
-    for axes, (title, read) in zip(figure.subplots(2, 3).flat, _CURVES.items(), strict=True):
-        for variant, found in runs.items():
-            pairs = [(row["step"], read(row)) for run in found for row in run.rows()]
-            _draw_band(axes, collect(pairs), variant)
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("step")
-    _save(figure, path)
+def by_step(runs: dict[str, list[RunFolder]]) -> Series:
+    """What is drawn by step."""
+    return {
+        title: {
+            variant: {
+                run.seed: {row["step"]: value for row in run.rows() if (value := read(row)) is not None}
+                for run in found
+            }
+            for variant, found in runs.items()
+        }
+        for title, read in _CURVES.items()
+    }
 
 
-def draw_positions(runs: dict[str, list[RunFolder]], path: Path) -> None:
-    """Mean |dlogp| and KL by token position, over all steps of a seed."""
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    titles = {"mean_abs_dlogp": "mean |dlogp|", "gen_kl_error": "KL(rollout || training)"}
-    for axes, (name, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
-        for variant, found in runs.items():
-            pairs = [pair for run in found for pair in by_position(run.rows(), name).items()]
-            _draw_band(axes, collect(pairs), variant)
+def by_position(runs: dict[str, list[RunFolder]], name: str) -> dict[str, dict[int, dict[int, float]]]:
+    """A measure of mismatch by token position, over all steps of a run."""
+    return {variant: {run.seed: over_positions(run.rows(), name) for run in found} for variant, found in runs.items()}
+
+
+def over_positions(rows: Iterable[Row], name: str) -> dict[int, float]:
+    """Mean of a measure over a run's tokens by position; ranges of several widths go by their first position."""
+    sums: dict[int, float] = {}
+    tokens: dict[int, int] = {}
+    for part in [part for row in rows for part in row.get("positions", ())]:
+        sums[part["position"]] = sums.get(part["position"], 0.0) + part[name] * part["tokens"]
+        tokens[part["position"]] = tokens.get(part["position"], 0) + part["tokens"]
+    return {first: sums[first] / tokens[first] for first in sorted(tokens)}
+
+
+def lines(axis: str, series: Series) -> list[str]:
+    """A JSON object for each run and metric: where it was measured, and what."""
+    return [
+        json.dumps({"metric": title, "run": variant, "seed": seed, axis: list(values), "values": list(values.values())})
+        for title, variants in series.items()
+        for variant, seeds in variants.items()
+        for seed, values in seeds.items()
+    ]
+
+
+def draw_series(series: Series, shape: tuple[int, int], axis: str, path: Path) -> None:
+    """A panel for each metric: a line for the mean over seeds, a band of a standard deviation on each side."""
+    rows, columns = shape
+    figure = Figure(figsize=(4.3 * columns, 3.6 * rows), layout="constrained")
+    for axes, (title, variants) in zip(figure.subplots(rows, columns).flat, series.items(), strict=True):
+        for variant, seeds in variants.items():
+            _draw_band(axes, collect(seeds.values()), variant)
         axes.set_title(title, fontsize=10)
-        axes.set_xlabel("position of the generated token")
+        axes.set_xlabel(axis)
     _save(figure, path)
 
 
@@ -166,26 +208,16 @@ def draw_phases(summary: dict[str, dict[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
-def by_position(rows: Iterable[Row], name: str) -> dict[int, float]:
-    """Mean of a measure over a run's tokens by position; ranges of several widths go by their first position."""
-    sums: dict[int, float] = {}
-    tokens: dict[int, int] = {}
-    for part in [part for row in rows for part in row.get("positions", ())]:
-        sums[part["position"]] = sums.get(part["position"], 0.0) + part[name] * part["tokens"]
-        tokens[part["position"]] = tokens.get(part["position"], 0) + part["tokens"]
-    return {first: sums[first] / tokens[first] for first in sorted(tokens)}
-
-
-def collect(pairs: Iterable[tuple[int, float | None]]) -> Curve:
-    """Values by step, in order; None is left out."""
-    curve: Curve = {}
-    for step, value in pairs:
-        if value is not None:
-            curve.setdefault(step, []).append(value)
+def collect(seeds: Iterable[dict[int, float]]) -> dict[int, list[float]]:
+    """Values of all seeds by step or position, in order."""
+    curve: dict[int, list[float]] = {}
+    for values in seeds:
+        for at, value in values.items():
+            curve.setdefault(at, []).append(value)
     return dict(sorted(curve.items()))
 
 
-def _draw_band(axes: Any, curve: Curve, label: str) -> None:
+def _draw_band(axes: Any, curve: dict[int, list[float]], label: str) -> None:
     means = [_mean(values) for values in curve.values()]
     widths = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in curve.values()]
     (line,) = axes.plot(list(curve), means, label=label, linewidth=1.2)
@@ -206,6 +238,10 @@ def _mean(values: Iterable[float]) -> float:
 def _median(values: Iterable[float]) -> float:
     found = list(values)
     return statistics.median(found) if found else 0.0
+
+
+def _of_seeds(values: list[float]) -> dict[str, Any]:
+    return {**_spread(values), "seeds": values}
 
 
 def _spread(values: list[float]) -> dict[str, float | None]:

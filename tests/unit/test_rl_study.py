@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.rl.plot import by_position, collect, summarize, tables
+from benchmarks.rl.plot import collect, over_positions, summarize, tables
 from benchmarks.rl.pool import Job, Place, places, run_all
 from benchmarks.rl.variants import PRECISIONS, VARIANTS, RunFolder, found_in, runs_of
 from examples.grpo.options import parse
@@ -76,32 +76,50 @@ def test_run_is_complete_with_the_row_behind_its_last_step(study: Path) -> None:
 
 def test_summary_has_means_and_deviations_over_seeds(study: Path) -> None:
     found = summarize(found_in(study)["jetrl_fp8"], last=1)
-    assert found["reward at the end"] == {"mean": 0.75, "std": pytest.approx(0.5 / 2**0.5)}
+    assert found["reward at the end"] == {"mean": 0.75, "std": pytest.approx(0.5 / 2**0.5), "seeds": [0.5, 1.0]}
     assert found["held-out accuracy at the end"]["mean"] == 0.75
     assert (found["steps_exactly_equal"], found["tokens"], found["tokens_differing"]) == (4, 40, 0)
     assert found["median seconds"]["rollout"] == 1.5
     baseline = summarize(found_in(study)["bf16"], last=10)
-    assert baseline["steps_exactly_equal"] == 0 and baseline["reward at the end"] == {"mean": 0.25, "std": None}
+    assert baseline["steps_exactly_equal"] == 0 and baseline["reward at the end"]["mean"] == 0.25
     text = tables({"bf16": baseline, "jetrl_fp8": found}, 1)
     assert "| jetrl_fp8 | 0 of 40 | 4 of 4 | 1 ± 0 | 1 | 0 ± 0 |" in text
     assert "| bf16 | 9 of 10 | 0 of 1 | 1.5 | 1.5 | 0.01 |" in text
 
 
-def test_by_position_weighs_by_tokens_exact() -> None:
-    assert by_position([row(0, 0.0, 1.5), row(1, 0.0, 2.0)], "mean_abs_dlogp") == {0: 0.75, 2: 1.0}
+def test_table_pairs_runs_with_bf16_of_the_same_seeds(study: Path) -> None:
+    end = {"step": 2, "held_out_accuracy": 0.25, "seconds": {}}
+    write(RunFolder(study, "bf16", 1), [row(0, 0.25), row(1, 0.25), end])
+    found = found_in(study)
+    with (found["bf16"][0].path / "metrics.jsonl").open("a") as file:
+        file.write(f"\n{json.dumps(end)}\n")
+    text = tables({name: summarize(runs, last=1) for name, runs in found.items()}, 1)
+    part = text[text.index("### Minus bf16") : text.index("### Mismatch")]
+    assert "| jetrl_fp8 | 0.5 ± 0.35 | 0.5 ± 0.35 |" in part and "| bf16 |" not in part
 
 
-def test_collect_leaves_out_what_was_not_measured() -> None:
-    assert collect([(2, 1.0), (0, None), (1, 3.0), (2, 5.0)]) == {1: [3.0], 2: [1.0, 5.0]}
+def test_over_positions_weighs_by_tokens_exact() -> None:
+    assert over_positions([row(0, 0.0, 1.5), row(1, 0.0, 2.0)], "mean_abs_dlogp") == {0: 0.75, 2: 1.0}
+
+
+def test_collect_puts_seeds_side_by_side_in_order() -> None:
+    assert collect([{2: 1.0, 1: 3.0}, {2: 5.0}]) == {1: [3.0], 2: [1.0, 5.0]}
 
 
 def test_plot_writes_tables_and_pictures(study: Path, tmp_path: Path) -> None:
     out = tmp_path / "drawn"
     done = call("plot", str(study), "--out", str(out))
     assert done.returncode == 0, done.stderr
-    names = {"curves.png", "phases.png", "positions.png", "study.json", "study.md"}
+    names = {"curves.png", "phases.png", "positions.png", "series.json", "study.json", "study.md"}
     assert {path.name for path in out.iterdir()} == names
     assert set(json.loads((out / "study.json").read_text())["variants"]) == {"bf16", "jetrl_fp8"}
+    series = {
+        (line["metric"], line["run"], line["seed"]): line for line in json.loads((out / "series.json").read_text())
+    }
+    assert series["reward", "jetrl_fp8", 1] == {
+        "metric": "reward", "run": "jetrl_fp8", "seed": 1, "step": [0, 1], "values": [0.25, 1.0],
+    }  # fmt: skip
+    assert series["mean |dlogp|", "bf16", 0]["position"] == [0, 2]
 
 
 @pytest.mark.parametrize(
