@@ -16,7 +16,7 @@ x is kept in the codes that fprop used and requantised along M; with ue8m0 scale
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -168,8 +168,8 @@ class LinearCall:
             return dx_MK, dist.all_reduce(dx_MK, group=group, async_op=True)
         return dx_MK, None
 
-    def wgrad(self, dy: Gradient, x: BlockScaledTensor | torch.Tensor) -> torch.Tensor:
-        """Adds dW to main_grad and returns a placeholder, or returns dW in the weight's dtype.
+    def wgrad(self, dy: Gradient, x: BlockScaledTensor | torch.Tensor) -> torch.Tensor | None:
+        """Adds dW to main_grad and returns None, or returns dW in the weight's dtype.
 
         Args:
             x: the saved input of all tokens: codes in aligned order, or BF16 [M, K] in stored order.
@@ -186,7 +186,7 @@ class LinearCall:
         operands = plan.gemm.prepare(dy.columns), plan.gemm.prepare(x_columns)
         if main_grad is not None and main_grad.dtype == torch.float32 and main_grad.is_contiguous():
             plan.gemm.accumulate_nt(*operands, main_grad)
-            return self._placeholder()
+            return None
         dw_NK = torch.zeros(self.weight.shape, dtype=torch.float32, device=self.weight.device)
         plan.gemm.accumulate_nt(*operands, dw_NK)
         return self._finish(dw_NK)
@@ -194,13 +194,19 @@ class LinearCall:
     def _stored(self, x: BlockScaledTensor | torch.Tensor) -> torch.Tensor:
         return x if isinstance(x, torch.Tensor) else self.plan.columns.restore(x.dequantize(), 1)
 
-    def _finish(self, dw_NK: torch.Tensor) -> torch.Tensor:
+    def _finish(self, dw_NK: torch.Tensor) -> torch.Tensor | None:
         if self.main_grad is None:
             return dw_NK.to(self.weight.dtype)
         self.main_grad.add_(dw_NK)
-        return self._placeholder()
+        return None
 
-    def _placeholder(self) -> torch.Tensor:
+    def for_autograd(self, dw_NK: torch.Tensor | None) -> torch.Tensor:
+        """What backward returns for the weight: dW, or a placeholder as large where main_grad has it already.
+
+        To be called last: the placeholder takes the memory of what backward needs no more.
+        """
+        if dw_NK is not None:
+            return dw_NK
         # Megatron's hooks want a gradient to exist, and do not read it once the flag is set.
         self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         if getattr(self.weight, "zero_out_wgrad", False):
@@ -265,11 +271,13 @@ class BlockFp8Linear(torch.autograd.Function):
         dx, work, dw = None, None, None
         if needs_dx:
             dx, work = call.reduce_dgrad(call.dgrad(gradient))
+            gradient = replace(gradient, rows=None)
         if saved_x is not None:
             dw = call.wgrad(gradient, saved_x if gather is None else gather.wait())
+        del gradient, saved_x, gather
         db = dy_MN.sum(dim=0).to(dy.dtype) if ctx.has_bias and needs_db else None
         dx, dnorm = _finish_dgrad(ctx, plan, dx, work, for_norm)
-        return dx, dw, db, dnorm, None, None
+        return dx, call.for_autograd(dw) if needs_dw else None, db, dnorm, None, None
 
 
 class BlockFp8SwiGluMlp(torch.autograd.Function):
@@ -308,15 +316,21 @@ class BlockFp8SwiGluMlp(torch.autograd.Function):
         dz_MK = as_matrix(dz).to(torch.bfloat16)
         gradient_2 = plan_2.quantize_gradient(dz_MK, needs_dx=True, needs_dw=needs_dw2)
         dh_MF = call_2.dgrad(gradient_2)
-        dw2 = call_2.wgrad(gradient_2, h_codes) if needs_dw2 else None
+        dw1, dw2 = None, call_2.wgrad(gradient_2, h_codes) if needs_dw2 else None
+        # What is large is let go as soon as it has been read: this is where a layer takes most memory.
+        del gradient_2, h_codes
         rows, columns = plan_1.quantizer.swiglu_backward(dh_MF, y_M2F, plan_1.recipe)
-        gradient_1 = Gradient(plan_1.operand(rows), columns, None)
-        dx, work, dw1 = None, None, None
+        del dh_MF, y_M2F
+        dx, work = None, None
         if needs_x or needs_norm:
-            dx, work = call_1.reduce_dgrad(call_1.dgrad(gradient_1))
+            dx, work = call_1.reduce_dgrad(call_1.dgrad(Gradient(plan_1.operand(rows), None, None)))
+        del rows
         if needs_dw1:
-            dw1 = call_1.wgrad(gradient_1, x_codes if gather is None else gather.wait())
+            dw1 = call_1.wgrad(Gradient(None, columns, None), x_codes if gather is None else gather.wait())
+        del columns, gather
         dx, dnorm = _finish_dgrad(ctx, plan_1, dx, work, for_norm)
+        dw1 = call_1.for_autograd(dw1) if needs_dw1 else None
+        dw2 = call_2.for_autograd(dw2) if needs_dw2 else None
         return dx, dw1, dw2, dnorm, None, None, None
 
 

@@ -1,6 +1,8 @@
 """FProp, DGrad and WGrad against float64, accumulation, ablations."""
 
 import dataclasses
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -29,11 +31,10 @@ def make_plan(
     recipe: Fp8BlockRecipe = JETRL_FP8,
     columns: int = K,
     quantizer: ReferenceQuantizer = ReferenceQuantizer(),  # noqa: B008 - it has no state
+    gemm: ReferenceGemm = ReferenceGemm(),  # noqa: B008 - it has no state
 ) -> LinearPlan:
     column_layout = plain_layout(columns, rank=0, world=1, block=recipe.block)
-    return LinearPlan(
-        recipe, quantizer, ReferenceGemm(), Alignment(rows, None, CPU), Alignment(column_layout, None, CPU), None
-    )
+    return LinearPlan(recipe, quantizer, gemm, Alignment(rows, None, CPU), Alignment(column_layout, None, CPU), None)
 
 
 class Problem:
@@ -221,8 +222,8 @@ def leaf(*shape: int, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(*shape) * scale).bfloat16().requires_grad_()
 
 
-def linear_call(rows: TileLayout, columns: int) -> LinearCall:
-    plan = make_plan(rows, columns=columns, quantizer=FusedReference())
+def linear_call(rows: TileLayout, columns: int, **parts: Any) -> LinearCall:
+    plan = make_plan(rows, columns=columns, **{"quantizer": FusedReference(), **parts})
     weight = torch.nn.Parameter(leaf(rows.stored, columns, scale=0.05).detach())
     return LinearCall(plan, weight, plan.quantize_weight(weight), main_grad=torch.zeros(rows.stored, columns))
 
@@ -270,6 +271,38 @@ def test_swiglu_mlp_equals_its_parts_exact(with_norm):
     y.backward(swiglu_backward(h.grad.view(-1, ffn), y.detach().view(-1, 2 * ffn)).view_as(y))
     for one, other in zip(fused, [x.grad, first.main_grad, second.main_grad, norm_weight.grad], strict=True):
         assert one is other is None or torch.equal(one, other)
+
+
+class Watched(FusedReference, ReferenceGemm):
+    """Quantiser and GEMM that say, at each wgrad, which gradients of the MLP's inside are still in memory."""
+
+    def __init__(self) -> None:
+        self.made: dict[str, weakref.ref] = {}
+        self.alive: list[set[str]] = []
+
+    def swiglu_backward(self, dh_MF, y_M2F, recipe):
+        rows, columns = super().swiglu_backward(dh_MF, y_M2F, recipe)
+        made = {"dh": dh_MF, "rows": rows.data, "columns": columns.data}
+        self.made |= {name: weakref.ref(tensor) for name, tensor in made.items()}
+        return rows, columns
+
+    def accumulate_nt(self, a, b, out_NK):
+        self.alive.append({name for name, tensor in self.made.items() if tensor() is not None})
+        super().accumulate_nt(a, b, out_NK)
+
+
+def test_swiglu_mlp_lets_go_of_gradients_it_has_read():
+    ffn, watched = 256, Watched()
+    shapes = {gated_layout(ffn, rank=0, world=1, block=128): K, plain_layout(K, rank=0, world=1, block=128): ffn}
+    calls = [linear_call(rows, columns, quantizer=watched, gemm=watched) for rows, columns in shapes.items()]
+    placeholders = []
+    for call in calls:
+        call.weight.register_hook(placeholders.append)
+    z = block_fp8_swiglu_mlp(leaf(100, K), *calls)
+    z.backward(torch.ones_like(z))
+    assert watched.alive == [set(), {"columns"}]
+    assert all(call.main_grad.any() and call.weight.grad_added_to_main_grad for call in calls)
+    assert [p.shape for p in placeholders] == [call.weight.shape for call in calls]
 
 
 def test_swiglu_backward_against_autograd_close():
