@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jetrl_megatron.autograd import Communication, LinearCall, LinearPlan, Norm, block_fp8_linear
+from jetrl_megatron.autograd import Norm, block_fp8_linear
 from jetrl_megatron.layers.weight import VersionedParameter, WeightCache
 from jetrl_megatron.layout import TileLayout
+from jetrl_megatron.linear_call import Communication, LinearCall, LinearPlan
 from jetrl_megatron.ops import LinearOperand, select_gemm, select_quantizer
 from jetrl_megatron.ops.alignment import Alignment
 from jetrl_megatron.recipe import Fp8BlockRecipe

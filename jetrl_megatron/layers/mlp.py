@@ -12,9 +12,10 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.mlp import MLP
 
-from jetrl_megatron.autograd import Communication, block_fp8_swiglu_mlp
+from jetrl_megatron.autograd import block_fp8_swiglu_mlp
 from jetrl_megatron.layers.fp8_linear import Fp8LinearMixin
 from jetrl_megatron.layers.hooks import run_forward_pre_hooks
+from jetrl_megatron.linear_call import Communication
 
 
 class JetRLMLP(MLP):

@@ -24,8 +24,8 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from jetrl_megatron import JETRL_FP8, Fp8BlockRecipe
-from jetrl_megatron.autograd import LinearPlan
 from jetrl_megatron.layers import Fp8LinearMixin, WeightCache
+from jetrl_megatron.linear_call import LinearPlan
 from jetrl_megatron.ops.backends import ReferenceGemm
 from jetrl_megatron.spec import get_gpt_layer_jetrl_spec
 from jetrl_megatron.tensor import BlockScaledTensor

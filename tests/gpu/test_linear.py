@@ -5,8 +5,9 @@ import torch
 
 from benchmarks.common import relative_error
 from jetrl_megatron import JETRL_FP8, Fp8BlockRecipe
-from jetrl_megatron.autograd import LinearCall, LinearPlan, Norm, block_fp8_linear, block_fp8_swiglu_mlp
+from jetrl_megatron.autograd import Norm, block_fp8_linear, block_fp8_swiglu_mlp
 from jetrl_megatron.layout import TileLayout, gated_layout, plain_layout, qkv_layout
+from jetrl_megatron.linear_call import LinearCall, LinearPlan
 from jetrl_megatron.ops import GEMMS, select_gemm, select_quantizer
 from jetrl_megatron.ops.alignment import Alignment
 
