@@ -21,6 +21,7 @@ from jetrl_megatron.convert.bridge import import_bridge
 from jetrl_megatron.integrations import megatron_cpu
 from jetrl_megatron.integrations.megatron_bridge import build_model, export_hf_weights, use_jetrl
 from jetrl_megatron.recipe import JETRL_FP8, Fp8BlockRecipe
+from jetrl_megatron.sync import JetRLWeightSynchronizer, TensorSource
 
 megatron_cpu.install()
 import_bridge()
@@ -258,6 +259,28 @@ def refusals() -> dict[str, str]:
     return said
 
 
+def sync_settings() -> dict[str, str]:
+    """What a rank is told whose settings of a weight sync are not the other's, by setting."""
+
+    class Everywhere(TensorSource):
+        distributed = True
+
+    second, said = torch.distributed.get_rank() == 1, {}
+    recipe = Fp8BlockRecipe(scale_format="fp32" if second else "ue8m0")
+    different: dict[str, tuple[Fp8BlockRecipe, dict[str, Any]]] = {
+        "recipe": (recipe, {}),
+        "receivers": (JETRL_FP8, {"receivers": 3 if second else 2}),
+        "bucket_bytes": (JETRL_FP8, {"bucket_bytes": 1 << 21 if second else 1 << 20}),
+        "timeout": (JETRL_FP8, {"timeout": 7.0 if second else 5.0}),
+    }
+    for name, (used, options) in different.items():
+        try:
+            JetRLWeightSynchronizer(Everywhere({"norm.weight": torch.ones(4)}, used), **options)
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
 BODIES: dict[str, Callable[[], Any]] = {
     **{f"bf16_{name}": functools.partial(train_one_step, None, layout) for name, layout in LAYOUTS.items()},
     "fp8_tp2_sp": functools.partial(train_one_step, JETRL_FP8, SP),
@@ -270,4 +293,5 @@ BODIES: dict[str, Callable[[], Any]] = {
     "own_provider": own_provider,
     "isolation": isolation,
     "refusals": refusals,
+    "sync_settings": sync_settings,
 }

@@ -160,3 +160,12 @@ def test_build_model_refuses_wrong_arguments(ranks):
         assert said["architecture"].startswith("model_type='mixtral' of ")
         assert "use one of llama, qwen2, qwen3, or build the provider" in said["architecture"]
         assert said["no provider"].startswith("provider=object has no transformer_layer_spec: pass what to_megatron")
+
+
+def test_weight_sync_refuses_ranks_that_disagree(ranks):
+    first, second = ranks["sync_settings"]
+    values = {"recipe": ("'67a6d90aa006d1cf'",), "receivers": (" 2,", " 3,"), "bucket_bytes": ("1048576", "2097152")}
+    values["timeout"] = ("5.0]", "7.0]")
+    assert first == second and set(first) == set(values)
+    for name, expected in values.items():
+        assert all(value in first[name] for value in (*expected, "rank 1 has", "give all ranks the same")), first[name]
