@@ -109,8 +109,8 @@ def tables(summary: dict[str, dict[str, Any]], last: int) -> str:
 
 
 def _learning(found: dict[str, Any]) -> dict[str, str]:
-    names = ("reward at the start", "reward at the end", "held-out accuracy at the start")
-    shown = {name: _shown(found[name]) for name in (*names, _ENDS[1])}
+    names = ("reward at the start", _ENDS[0], "held-out accuracy at the start", _ENDS[1])
+    shown = {name: _shown(found[name]) for name in names}
     return {"seeds": str(len(found["seeds"])), "steps": _range(found["steps"]), **shown}
 
 

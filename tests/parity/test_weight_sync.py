@@ -39,7 +39,7 @@ RECIPE = Fp8BlockRecipe(ignore=("decoder.layers.0.mlp.linear_fc2",))
 """On a CPU vLLM may pack a BF16 linear into a form of its own, so that layer takes another way than the FP8 ones."""
 PACKED = "model.layers.0.mlp.down_proj.weight"
 UPDATES = 10
-FRESH = {update: 2 if update % 5 == 0 else 1 for update in range(1, UPDATES + 1)}
+FRESH = {update: 2 if update == 5 else 1 for update in range(1, UPDATES + 1)}
 """How many ranks the engine has that is started from the export of a step."""
 BUCKETS = {"bucket_bytes": 1 << 19}
 """Smaller than the embedding and than some linears, so that tensors are cut."""

@@ -81,7 +81,8 @@ def test_summary_has_means_and_deviations_over_seeds(study: Path) -> None:
     assert (found["steps_exactly_equal"], found["tokens"], found["tokens_differing"]) == (4, 40, 0)
     assert found["median seconds"]["rollout"] == 1.5
     baseline = summarize(found_in(study)["bf16"], last=10)
-    assert baseline["steps_exactly_equal"] == 0 and baseline["reward at the end"]["mean"] == 0.25
+    assert baseline["steps_exactly_equal"] == 0
+    assert baseline["reward at the end"] == {"mean": 0.25, "std": None, "seeds": [0.25]}
     text = tables({"bf16": baseline, "jetrl_fp8": found}, 1)
     assert "| jetrl_fp8 | 0 of 40 | 4 of 4 | 1 ± 0 | 1 | 0 ± 0 |" in text
     assert "| bf16 | 9 of 10 | 0 of 1 | 1.5 | 1.5 | 0.01 |" in text
@@ -120,6 +121,9 @@ def test_plot_writes_tables_and_pictures(study: Path, tmp_path: Path) -> None:
         "metric": "reward", "run": "jetrl_fp8", "seed": 1, "step": [0, 1], "values": [0.25, 1.0],
     }  # fmt: skip
     assert series["mean |dlogp|", "bf16", 0]["position"] == [0, 2]
+    # What was not measured in a step is left out.
+    assert series["held-out accuracy", "jetrl_fp8", 1]["step"] == [2]
+    assert series["held-out accuracy", "bf16", 0]["step"] == []
 
 
 @pytest.mark.parametrize(
