@@ -21,6 +21,8 @@ from benchmarks.rl.variants import RunFolder, found_in
 Row = dict[str, Any]
 Series = dict[str, dict[str, dict[int, dict[int, float]]]]
 """Values by metric, variant, seed, and step or position."""
+_LOGARITHMIC = {"KL to the first policy", "token_mult_prob_error"}
+"""Curves with single steps far above the others, on a logarithmic axis."""
 _CURVES: dict[str, Callable[[Row], float | None]] = {
     "reward": lambda row: row.get("reward"),
     "held-out accuracy": lambda row: row.get("held_out_accuracy"),
@@ -29,6 +31,13 @@ _CURVES: dict[str, Callable[[Row], float | None]] = {
     "KL to the first policy": lambda row: row.get("kl"),
     "token_mult_prob_error": lambda row: row["mismatch"]["token_mult_prob_error"] if "mismatch" in row else None,
 }
+_LISTED: dict[str, Callable[[Row], float | None]] = {
+    "loss": lambda row: row.get("loss"),
+    "tokens": lambda row: row.get("tokens"),
+    "share of tokens whose KL is clamped": lambda row: row.get("kl_clamped"),
+    "seconds": lambda row: row["seconds"].get("step"),
+}
+"""What series.json has besides, and no picture."""
 _POSITIONS = {"mean_abs_dlogp": "mean |dlogp|", "gen_kl_error": "KL(rollout || training)"}
 _ENDS = ("reward at the end", "held-out accuracy at the end")
 _PLACES = ("out", "shared", "time_budget")
@@ -55,10 +64,13 @@ def main() -> None:
     out = options.out or options.study
     out.mkdir(parents=True, exist_ok=True)
     summary = {variant: summarize(found, options.last) for variant, found in runs.items()}
-    curves, positions = by_step(runs), {title: by_position(runs, name) for name, title in _POSITIONS.items()}
+    curves, positions = by_step(runs, _CURVES), {title: by_position(runs, name) for name, title in _POSITIONS.items()}
+    more = lines("step", by_step(runs, _LISTED)) + lines("position", {"tokens by position": by_position(runs)})
     (out / "study.json").write_text(json.dumps({"last": options.last, "variants": summary}, indent=1) + "\n")
     (out / "study.md").write_text(tables(summary, options.last))
-    (out / "series.json").write_text(f"[\n{',\n'.join(lines('step', curves) + lines('position', positions))}\n]\n")
+    (out / "series.json").write_text(
+        f"[\n{',\n'.join(lines('step', curves) + lines('position', positions) + more)}\n]\n"
+    )
     draw_series(curves, (2, 3), "step", out / "curves.png")
     draw_series(positions, (1, 2), "position of the generated token", out / "positions.png")
     draw_phases(summary, out / "phases.png")
@@ -143,8 +155,8 @@ def _table(summary: dict[str, dict[str, Any]], title: str, cells: Callable[[dict
     return "\n".join(lines) + "\n"
 
 
-def by_step(runs: dict[str, list[RunFolder]]) -> Series:
-    """What is drawn by step."""
+def by_step(runs: dict[str, list[RunFolder]], metrics: dict[str, Callable[[Row], float | None]]) -> Series:
+    """Metrics by step."""
     return {
         title: {
             variant: {
@@ -153,23 +165,24 @@ def by_step(runs: dict[str, list[RunFolder]]) -> Series:
             }
             for variant, found in runs.items()
         }
-        for title, read in _CURVES.items()
+        for title, read in metrics.items()
     }
 
 
-def by_position(runs: dict[str, list[RunFolder]], name: str) -> dict[str, dict[int, dict[int, float]]]:
-    """A measure of mismatch by token position, over all steps of a run."""
+def by_position(runs: dict[str, list[RunFolder]], name: str | None = None) -> dict[str, dict[int, dict[int, float]]]:
+    """A measure of mismatch by token position, over all steps of a run; None: how many tokens it is a mean of."""
     return {variant: {run.seed: over_positions(run.rows(), name) for run in found} for variant, found in runs.items()}
 
 
-def over_positions(rows: Iterable[Row], name: str) -> dict[int, float]:
-    """Mean of a measure over a run's tokens by position; ranges of several widths go by their first position."""
+def over_positions(rows: Iterable[Row], name: str | None) -> dict[int, float]:
+    """Mean of a measure over a run's tokens by position, None: their number; a range goes by its first position."""
     sums: dict[int, float] = {}
     tokens: dict[int, int] = {}
     for part in [part for row in rows for part in row.get("positions", ())]:
-        sums[part["position"]] = sums.get(part["position"], 0.0) + part[name] * part["tokens"]
+        if name is not None:
+            sums[part["position"]] = sums.get(part["position"], 0.0) + part[name] * part["tokens"]
         tokens[part["position"]] = tokens.get(part["position"], 0) + part["tokens"]
-    return {first: sums[first] / tokens[first] for first in sorted(tokens)}
+    return {first: tokens[first] if name is None else sums[first] / tokens[first] for first in sorted(tokens)}
 
 
 def lines(axis: str, series: Series) -> list[str]:
@@ -191,6 +204,8 @@ def draw_series(series: Series, shape: tuple[int, int], axis: str, path: Path) -
             _draw_band(axes, collect(seeds.values()), variant)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel(axis)
+        if title in _LOGARITHMIC:
+            axes.set_yscale("log")
     _save(figure, path)
 
 

@@ -44,6 +44,13 @@ def main() -> None:
 
     missing = [run for run in runs if not run.is_complete(asked[run].steps)]
     for run in missing:
+        if run.is_complete(1) and not (run.path / "checkpoints").is_dir():
+            done = run.rows()[-1]["step"]
+            parser.error(
+                f"--out {options.out}: {run.variant}, seed {run.seed} came to the end of its {done} steps and keeps no "
+                f"checkpoint to go on from: use --steps {done}, or another folder"
+            )
+    for run in missing:
         # Before any starts: what is wrong with one is known then, and what they have in common is made once.
         try:
             prepare(asked[run])

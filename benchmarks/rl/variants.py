@@ -18,6 +18,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "jetrl_fp8_one_scale": (*_JETRL, "--rollout-scales", "matrix"),
     "jetrl_fp8_wgrad_bf16": (*_JETRL, "--ablate", "wgrad"),
     "jetrl_fp8_dgrad_bf16": (*_JETRL, "--ablate", "dgrad"),
+    "jetrl_fp8_backward_bf16": (*_JETRL, "--ablate", "wgrad,dgrad"),
     "jetrl_fp8_saved_bf16": (*_JETRL, "--ablate", "saved_activation"),
     "bf16_train_fp8_rollout_truncated": (*_BASELINE, "--truncate-ratios", "2"),
 }

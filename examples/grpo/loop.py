@@ -137,8 +137,7 @@ class Run:
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
         row |= {"tokens_per_second": row["tokens"] / clock.seconds["rollout"], "peak_memory_gib": peak}
         logprobs = LogProbs.of(*([getattr(s, side).tolist() for s in samples] for side in ("rollout_o", "old_o")))
-        # Estimated from the drawn tokens.
-        row["entropy"] = -float(logprobs.train[logprobs.mask].mean())
+        row["entropy"] = -float(logprobs.train[logprobs.mask].mean())  # estimated from the drawn tokens
         row |= {"mismatch": logprobs.mismatch.to_dict(), "positions": logprobs.rows_by_position()}
         return {"step": step, **row, **evaluation, "seconds": clock.seconds}
 

@@ -19,9 +19,9 @@ RECIPES = {"bf16": (BF16, BF16), "bf16_train_fp8_rollout": (BF16, JETRL_FP8), "j
 _ABLATIONS = ("dgrad", "wgrad", "saved_activation")
 _CHOICES = {"precision": tuple(RECIPES), "operators": ("parity", "ordinary"), "transport": ("auto", "shm")}
 _CHOICES["rollout_scales"] = ("ue8m0", "fp32", "matrix")
-_AT_LEAST = dict.fromkeys(("tp", "steps", "prompts", "updates", "max_tokens", "checkpoint_every"), 1)
-_AT_LEAST |= dict.fromkeys(("seed", "kl", "eval_every", "eval_problems", "truncate_ratios", "time_budget"), 0)
-_AT_LEAST |= {"tokens_per_forward": 1, "group": 2, "rollout_memory": 1}
+_COUNTS = ("tp", "steps", "prompts", "updates", "max_tokens", "checkpoint_every", "tokens_per_forward")
+_MAY_BE_0 = ("seed", "kl", "max_grad_norm", "eval_every", "eval_problems", "truncate_ratios", "time_budget")
+_AT_LEAST = {**dict.fromkeys(_COUNTS, 1), **dict.fromkeys(_MAY_BE_0, 0), "group": 2, "rollout_memory": 1}
 _MAY_CHANGE = ("out", "shared", "steps", "checkpoint_every", "time_budget", "tensorboard", "transport")
 
 
@@ -57,8 +57,9 @@ class Options:
     max_tokens: int = _option(256, "longest answer")
     ignore_end: bool = _option(False, "have every answer as long, to measure with")
     learning_rate: float = _option(1e-6, "of Adam, constant")
+    max_grad_norm: float = _option(1.0, "gradients with a larger norm are scaled down to it; 0: never")
     clip: float = _option(0.2, "a ratio counts between 1 - clip and 1 + clip")
-    kl: float = _option(1e-3, "coefficient of the KL to the first policy; 0 leaves it, and its model, out")
+    kl: float = _option(1e-3, "coefficient of the KL to the first policy (k3, at most 10 a token); 0 leaves it out")
     eval_every: int = _option(10, "steps between greedy evaluations on held-out problems; 0: at the end alone")
     eval_problems: int = _option(64, "how many of those")
     checkpoint_every: int = _option(10, "steps between checkpoints")

@@ -45,21 +45,21 @@ def advantages(rewards: Sequence[float], group: int) -> list[float]:
 def grpo_loss(
     logp_o: torch.Tensor, samples: Sequence[Sample], options: Options
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum over tokens of GRPO's loss, and sums for the log: "kl" to the first policy, "clipped" tokens."""
+    """Sum over tokens of GRPO's loss, and for the log: "kl" to the first policy, "clipped" and "kl_clamped" tokens."""
     lengths = torch.tensor([len(sample.rollout_o) for sample in samples])
     advantage_o = torch.tensor([s.advantage for s in samples]).repeat_interleave(lengths).to(logp_o.device)
     old_o, rollout_o = (_joined(samples, name, logp_o) for name in ("old_o", "rollout_o"))
     ratio_o = (logp_o - old_o).exp()
     clipped_o = ratio_o.clamp(1 - options.clip, 1 + options.clip)
     loss_o = -torch.minimum(ratio_o * advantage_o, clipped_o * advantage_o)
-    if options.truncate_ratios:
-        # The rollout's policy drew the tokens: truncated importance sampling.
+    if options.truncate_ratios:  # truncated importance sampling: the rollout's policy drew the tokens
         loss_o = loss_o * (old_o - rollout_o).exp().clamp(max=options.truncate_ratios)
     kl_o = torch.zeros_like(loss_o)
     if options.kl:
-        d_o = _joined(samples, "reference_o", logp_o) - logp_o
-        kl_o = torch.expm1(d_o) - d_o
-    sums = {"kl": kl_o.sum().detach(), "clipped": (ratio_o != clipped_o).sum()}
+        # Bounds as in NeMo-RL: else one token that the first policy liked far better can take over a whole update.
+        d_o = (_joined(samples, "reference_o", logp_o) - logp_o).clamp(-20, 20)
+        kl_o = (torch.expm1(d_o) - d_o).clamp(max=10)
+    sums = {"kl": kl_o.sum().detach(), "clipped": (ratio_o != clipped_o).sum(), "kl_clamped": (kl_o == 10).sum()}
     return (loss_o + options.kl * kl_o).sum(), sums
 
 
@@ -78,7 +78,7 @@ class Policy:
         build = functools.partial(build_model, options.hf_model, recipe=options.recipes[0], parity=parity, **layout)
         self.model = build(ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True))
         self.reference = build() if options.kl else None
-        self.optimizer = make_optimizer(self.model, options.learning_rate)
+        self.optimizer = make_optimizer(self.model, options.learning_rate, options.max_grad_norm)
         self._vocabulary = json.loads((options.hf_model / "config.json").read_text())["vocab_size"]
 
     def _packs(self, module: Any, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
@@ -104,7 +104,7 @@ class Policy:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         module, total = gpt_model(self.model).train(), sum(len(sample.rollout_o) for sample in samples)
-        sums = dict.fromkeys(("loss", "kl", "clipped"), 0.0)
+        sums = dict.fromkeys(("loss", "kl", "clipped", "kl_clamped"), 0.0)
         for members in self._packs(module, samples):
             with self._clock("forward"):
                 loss, found = grpo_loss(self._log_probs(module, members), members, self._options)

@@ -39,14 +39,14 @@ def causal_mask(length: int) -> torch.Tensor:
     return torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
 
 
-def make_optimizer(model: list[Any], learning_rate: float) -> Any:
-    """Megatron's Adam with FP32 masters, and the hooks that its pipeline schedules call."""
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam", lr=learning_rate, weight_decay=0.0, clip_grad=1.0, bf16=True, params_dtype=torch.bfloat16
-        ),
-        model,
-    )
+def make_optimizer(model: list[Any], learning_rate: float, max_grad_norm: float = 1.0) -> Any:
+    """Megatron's Adam with FP32 masters, and the hooks that its pipeline schedules call.
+
+    Args:
+        max_grad_norm: gradients with a larger norm are scaled down to it; 0 leaves them alone.
+    """
+    adam = {"optimizer": "adam", "lr": learning_rate, "weight_decay": 0.0, "clip_grad": max_grad_norm}
+    optimizer = get_megatron_optimizer(OptimizerConfig(**adam, bf16=True, params_dtype=torch.bfloat16), model)
     config = gpt_model(model).config
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss

@@ -120,6 +120,7 @@ def test_grpo_loss_of_an_unchanged_policy_has_the_policy_gradient_exact() -> Non
     assert float(loss.detach()) == -3 + 4 and {name: float(value) for name, value in sums.items()} == {
         "kl": 0,
         "clipped": 0,
+        "kl_clamped": 0,
     }
 
 
@@ -137,6 +138,17 @@ def test_grpo_loss_clips_what_gains_and_adds_kl_close() -> None:
     torch.testing.assert_close(loss.detach(), expected)
     torch.testing.assert_close(sums["kl"], kl)
     assert int(sums["clipped"]) == 2
+
+
+def test_grpo_loss_bounds_the_kl_of_a_token_exact() -> None:
+    """A token that the first policy liked e^100 or e^-100 times as well counts 10, and pulls at nothing."""
+    old = [[-1.0, -101.0], [-1.0]]
+    logp_o = torch.tensor([-1.0, -101.0, -1.0], requires_grad=True)
+    samples = _samples(rollout_o=old, old_o=old, reference_o=[[-1.0, -1.0], [-101.0]])
+    loss, sums = grpo_loss(logp_o, samples, Options(out="x", kl=1.0))
+    loss.backward()
+    assert (float(sums["kl"]), int(sums["kl_clamped"])) == (20.0, 2)
+    assert logp_o.grad is not None and logp_o.grad.tolist() == [-1, -1, 2]
 
 
 def test_grpo_loss_truncates_importance_ratios_close() -> None:

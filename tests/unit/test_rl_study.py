@@ -100,7 +100,9 @@ def test_table_pairs_runs_with_bf16_of_the_same_seeds(study: Path) -> None:
 
 
 def test_over_positions_weighs_by_tokens_exact() -> None:
-    assert over_positions([row(0, 0.0, 1.5), row(1, 0.0, 2.0)], "mean_abs_dlogp") == {0: 0.75, 2: 1.0}
+    rows = [row(0, 0.0, 1.5), row(1, 0.0, 2.0)]
+    assert over_positions(rows, "mean_abs_dlogp") == {0: 0.75, 2: 1.0}
+    assert over_positions(rows, None) == {0: 8, 2: 6}
 
 
 def test_collect_puts_seeds_side_by_side_in_order() -> None:
@@ -121,6 +123,8 @@ def test_plot_writes_tables_and_pictures(study: Path, tmp_path: Path) -> None:
         "metric": "reward", "run": "jetrl_fp8", "seed": 1, "step": [0, 1], "values": [0.25, 1.0],
     }  # fmt: skip
     assert series["mean |dlogp|", "bf16", 0]["position"] == [0, 2]
+    assert series["tokens by position", "jetrl_fp8", 0]["values"] == [8, 6]
+    assert series["seconds", "jetrl_fp8", 0]["values"] == [2.0, 3.0]
     # What was not measured in a step is left out.
     assert series["held-out accuracy", "jetrl_fp8", 1]["step"] == [2]
     assert series["held-out accuracy", "bf16", 0]["step"] == []
@@ -147,6 +151,13 @@ def test_run_leaves_complete_runs_alone_and_clears_their_working_folders(study: 
     assert done.returncode == 0 and "2 of 2 runs complete" in done.stdout, done.stderr
     assert (study / "jetrl_fp8/seed0/metrics.jsonl").read_text() == before
     assert not (study / "jetrl_fp8/seed0/checkpoints").exists()
+
+
+def test_run_that_is_complete_is_not_begun_anew_for_more_steps(study: Path) -> None:
+    before = (study / "jetrl_fp8/seed0/metrics.jsonl").read_text()
+    done = call("run", "--out", str(study), "--variants", "jetrl_fp8", "--seeds", "0", "--", "--steps", "3")
+    assert done.returncode == 2 and "came to the end of its 2 steps and keeps no checkpoint" in done.stderr
+    assert (study / "jetrl_fp8/seed0/metrics.jsonl").read_text() == before
 
 
 def test_places_share_gpus_and_cores() -> None:
