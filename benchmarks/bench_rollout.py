@@ -41,7 +41,10 @@ def main() -> None:
         ("--tokens", {"type": int, "default": 1024, "help": "generated tokens of each sequence"}),
         ("--concurrent", {"type": int, "default": 128, "help": "sequences at once"}),
         ("--modes", {"default": ",".join(MODES), "help": f"comma-separated, of {', '.join(MODES)}"}),
-        ("--profile", {"action": "store_true", "help": "also write which kernels each engine runs, by time"}),
+        (
+            "--profile",
+            {"action": "store_true", "help": "write which kernels each engine runs, by time, and measure nothing"},
+        ),
         ("--workers", {"type": int, "default": 12, "help": "processes that compile DeepGEMM's kernels first; 0: none"}),
         models="8b,14b,32b",
     )
@@ -54,9 +57,13 @@ def main() -> None:
             compile_kernels(model, options.concurrent, options.workers)
         with tempfile.TemporaryDirectory(prefix="rollout-") as folder:
             for mode in options.modes.split(","):
-                found[mode] = generate(model, mode, batches, Path(folder))
+                request = make_request(model, mode, batches, Path(folder))
                 if options.profile:
-                    profile(model, mode, Path(folder), run.options.out.parent)
+                    profile(request, run.options.out.parent / f"profile_rollout_{model.key}_{mode}.txt")
+                else:
+                    found[mode] = generate(f"{model.name} {mode}", request)
+        if options.profile:
+            continue
         shape = f"{options.concurrent} x ({options.prompt} + {options.tokens}) tokens"
         for mode, speed in found.items():
             name = "jetrl_parity" if mode == "parity" else f"vllm_{mode}"
@@ -74,10 +81,10 @@ def compile_kernels(model: Model, concurrent: int, workers: int) -> None:
             pass
 
 
-def generate(model: Model, mode: str, batches: tuple[Batch, ...], folder: Path) -> float:
-    """Generated tokens a second of one engine, the prompts' prefill included."""
-    started = time.perf_counter()
-    random = RandomModel(
+def make_request(model: Model, mode: str, batches: tuple[Batch, ...], folder: Path) -> Path:
+    """Writes MODE.request.json, for an engine of the mode, and the configuration of its model."""
+    checkpoint, recipe = folder / mode, None if mode == "bf16" else JETRL_FP8
+    RandomModel(
         family="qwen3" if model.qk_norm else "llama",
         hidden=model.hidden,
         intermediate=model.ffn,
@@ -85,12 +92,10 @@ def generate(model: Model, mode: str, batches: tuple[Batch, ...], folder: Path) 
         kv_heads=model.kv_heads,
         layers=model.layers,
         vocabulary=VOCABULARY,
-    )
-    checkpoint = folder / ("bf16" if mode == "bf16" else "fp8")
-    random.write_config(checkpoint, recipe=None if mode == "bf16" else JETRL_FP8)
+    ).write_config(checkpoint, recipe=recipe)
     request = EngineRequest(
         checkpoint=str(checkpoint),
-        recipe=None if mode == "bf16" else JETRL_FP8.to_dict(),
+        recipe=None if recipe is None else recipe.to_dict(),
         mode=mode,
         cuda=True,
         batches=batches,
@@ -104,22 +109,27 @@ def generate(model: Model, mode: str, batches: tuple[Batch, ...], folder: Path) 
             "worker_extension_cls": "benchmarks.random_weights.RandomWorker",
         },
     )
-    path, result = folder / f"{mode}.request.json", folder / f"{mode}.result.json"
+    path = folder / f"{mode}.request.json"
     path.write_text(json.dumps(dataclasses.asdict(request)))
-    command = [sys.executable, "-m", "jetrl_megatron.verify.engine", str(path), str(result)]
-    run_child(f"{mode} engine", command, folder / f"{mode}.log", {})
+    return path
+
+
+def generate(name: str, request: Path) -> float:
+    """Generated tokens a second of one engine, the prompts' prefill included."""
+    started, result = time.perf_counter(), request.with_suffix(".result.json")
+    command = [sys.executable, "-m", "jetrl_megatron.verify.engine", str(request), str(result)]
+    run_child(f"{name} engine", command, request.with_suffix(".log"), {})
     found: dict[str, Any] = json.loads(result.read_text())
     speeds = [float(batch["tokens_per_second"]) for batch in found["batches"].values()]
     spent = f"engine up in {found['start_seconds']:.0f} s, {time.perf_counter() - started:.0f} s in all"
-    print(f"{model.name} {mode}: {', '.join(f'{speed:.0f}' for speed in speeds)} tokens/s; {spent}", flush=True)
+    print(f"{name}: {', '.join(f'{speed:.0f}' for speed in speeds)} tokens/s; {spent}", flush=True)
     return statistics.median(speeds)
 
 
-def profile(model: Model, mode: str, folder: Path, out: Path) -> None:
-    """Writes profile_rollout_MODEL_MODE.txt, from an engine of its own for the request of `generate`."""
-    path = out / f"profile_rollout_{model.key}_{mode}.txt"
-    command = [sys.executable, "-m", "benchmarks.engine_profile", str(folder / f"{mode}.request.json"), str(path)]
-    run_child(f"profile of {mode}", command, folder / f"{mode}.profile.log", {})
+def profile(request: Path, out: Path) -> None:
+    """Writes the kernels of an engine's steps to `out`."""
+    command = [sys.executable, "-m", "benchmarks.engine_profile", str(request), str(out)]
+    run_child(f"profile of {out.stem}", command, request.with_suffix(".log"), {})
 
 
 if __name__ == "__main__":

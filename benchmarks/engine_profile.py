@@ -1,7 +1,7 @@
 """Where the time of an engine's decode steps goes: `python -m benchmarks.engine_profile REQUEST.json PROFILE.txt`.
 
-The request is the verifier's `EngineRequest`; its first batch says how many sequences decode, and from which prompts.
-PROFILE.txt holds the kernels of a few steps, prefill included, by their time on the GPU.
+The request is the verifier's `EngineRequest`; its first batch says how many sequences decode, from where: the middle of
+their answers. PROFILE.txt holds the kernels of a few steps by their time on the GPU, and how long a step takes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import collections
 import json
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from jetrl_megatron.verify.environment import restart_with
 from jetrl_megatron.verify.requests import EngineRequest
 
 STEPS = 24
-PROMPT = 32
 LINES = 50
 _ON_THE_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -42,19 +42,28 @@ def profile(request: EngineRequest) -> str:
         }
         engine = LLM(**arguments)
         vocabulary = engine.llm_engine.model_config.get_vocab_size()
-        ids = torch.randint(vocabulary, (batch.sequences, PROMPT), generator=torch.Generator().manual_seed(batch.seed))
+        context = batch.prompt_tokens + batch.tokens // 2
+        ids = torch.randint(vocabulary, (batch.sequences, context), generator=torch.Generator().manual_seed(batch.seed))
         prompts: Any = [{"prompt_token_ids": prompt} for prompt in ids.tolist()]
-        sampling = SamplingParams(temperature=1.0, ignore_eos=True, detokenize=False, max_tokens=STEPS, logprobs=0)
-        engine.generate(prompts, sampling, use_tqdm=False)
-        engine.reset_prefix_cache()
+        shared: Any = {"temperature": 1.0, "ignore_eos": True, "detokenize": False, "logprobs": 0}
+
+        def seconds(steps: int) -> float:
+            started = time.perf_counter()
+            engine.generate(prompts, SamplingParams(max_tokens=steps, **shared), use_tqdm=False)
+            return time.perf_counter() - started
+
+        # Fills the prefix cache, so that later ones decode alone; two lengths, since a batch costs more than its steps.
+        seconds(STEPS)
+        step = (seconds(3 * STEPS) - seconds(STEPS)) / (2 * STEPS)
         engine.start_profile()
-        engine.generate(prompts, sampling, use_tqdm=False)
+        seconds(STEPS)
         engine.stop_profile()
         traces = sorted(Path(folder).rglob("*.json"), key=lambda path: path.stat().st_size)
         if not traces:
             raise RuntimeError(f"vLLM's profiler left no trace in {folder}")
         events = json.loads(traces[-1].read_text())["traceEvents"]
-    return table([event for event in events if event.get("cat") in _ON_THE_GPU])
+    heading = f"{batch.sequences} sequences of {context} tokens, {1000 * step:.2f} ms a step; {STEPS} steps:\n"
+    return heading + table([event for event in events if event.get("cat") in _ON_THE_GPU])
 
 
 def table(events: list[dict[str, Any]]) -> str:
@@ -66,8 +75,8 @@ def table(events: list[dict[str, Any]]) -> str:
         count[event["name"]] += 1
     whole = max(1e-9, sum(spent.values()))
     lines = [f"{whole / 1000:.2f} ms on the GPU in {len(events)} launches"]
-    for name, time in spent.most_common(LINES):
-        lines.append(f"{100 * time / whole:5.1f} %{count[name]:7d} x{time / count[name]:9.1f} us  {name[:140]}")
+    for name, took in spent.most_common(LINES):
+        lines.append(f"{100 * took / whole:5.1f} %{count[name]:7d} x{took / count[name]:9.1f} us  {name[:140]}")
     return "\n".join(lines) + "\n"
 
 

@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from examples.grpo.options import Options, parse
 from examples.grpo.task import dataset
-from jetrl_megatron.demo.models import WRITTEN, write_once
+from jetrl_megatron.demo.models import WRITTEN, make_once
 from jetrl_megatron.verify.environment import megatron_command, megatron_environment
 from jetrl_megatron.verify.hf_export import export_hf_folder
 from jetrl_megatron.verify.ranks import operators_of, process_group
@@ -38,9 +38,8 @@ def prepare(options: Options) -> None:
     for folder in (options.folder, options.checkpoint.parent):
         folder.mkdir(parents=True, exist_ok=True)
     known.write_text(json.dumps(dataclasses.asdict(options), indent=1))
-    write_once(options.model, options.hf_model)
-    if not options.checkpoint.is_dir():
-        export_hf_folder(options.hf_model, options.checkpoint, options.recipes[1])
+    make_once(options.hf_model, lambda out: WRITTEN[options.model](out))
+    make_once(options.checkpoint, lambda out: export_hf_folder(options.hf_model, out, options.recipes[1]))
 
 
 @record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,14 +14,25 @@ WRITTEN: dict[str, Callable[[Path], Path]] = {"smollm2": write_smollm, "tiny": w
 """SmolLM2-135M-Instruct, padded to whole tiles, and a random model of one million parameters."""
 
 
-def write_once(name: str, folder: Path) -> Path:
-    """Writes a model of `WRITTEN` unless the folder is there; one that was cut short by a kill is not.
+def make_once(folder: Path, write: Callable[[Path], object]) -> Path:
+    """Makes a folder unless it is there; one that was cut short by a kill is not.
+
+    Of processes that make it at the same time the first to come to its end counts.
+
+    Args:
+        write: fills the folder that it is given, one of another name.
 
     Returns:
         the folder.
     """
     if not folder.is_dir():
         partial = folder.with_name(f"{folder.name}.{os.getpid()}")
-        WRITTEN[name](partial)
-        partial.rename(folder)
+        shutil.rmtree(partial, ignore_errors=True)
+        write(partial)
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+            shutil.rmtree(partial)
     return folder
