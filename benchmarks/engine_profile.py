@@ -31,18 +31,19 @@ def profile(request: EngineRequest) -> str:
 
     batch = request.batches[0]
     with tempfile.TemporaryDirectory(prefix="profile-") as folder:
+        context = batch.prompt_tokens + batch.tokens // 2
         arguments = engine_arguments(request) | {
+            "max_model_len": max(batch.longest, context + 3 * STEPS) + 1,
             "profiler_config": {
                 "profiler": "torch",
                 "torch_profiler_dir": folder,
                 "torch_profiler_with_stack": False,
                 "torch_profiler_use_gzip": False,
                 "ignore_frontend": True,
-            }
+            },
         }
         engine = LLM(**arguments)
         vocabulary = engine.llm_engine.model_config.get_vocab_size()
-        context = batch.prompt_tokens + batch.tokens // 2
         ids = torch.randint(vocabulary, (batch.sequences, context), generator=torch.Generator().manual_seed(batch.seed))
         prompts: Any = [{"prompt_token_ids": prompt} for prompt in ids.tolist()]
         shared: Any = {"temperature": 1.0, "ignore_eos": True, "detokenize": False, "logprobs": 0}

@@ -33,9 +33,10 @@ class RandomLoader(BaseModelLoader):
         """Nothing is downloaded."""
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
-        """Fills every parameter."""
+        """Fills every weight."""
         generators: dict[torch.device, torch.Generator] = {}
-        for name, parameter in model.named_parameters():
+        # FP8 layers also have scalars for keys and values, whose value says that there is no scale.
+        for name, parameter in [(name, one) for name, one in model.named_parameters() if one.dim()]:
             generator = generators.setdefault(parameter.device, torch.Generator(parameter.device).manual_seed(0))
             _fill(name, parameter.data, generator)
         for module in model.modules():

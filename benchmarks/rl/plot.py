@@ -32,6 +32,7 @@ _CURVES: dict[str, Callable[[Row], float | None]] = {
     "token_mult_prob_error": lambda row: row["mismatch"]["token_mult_prob_error"] if "mismatch" in row else None,
 }
 _LISTED: dict[str, Callable[[Row], float | None]] = {
+    "accuracy": lambda row: row.get("accuracy"),
     "loss": lambda row: row.get("loss"),
     "tokens": lambda row: row.get("tokens"),
     "share of tokens whose KL is clamped": lambda row: row.get("kl_clamped"),
@@ -40,11 +41,13 @@ _LISTED: dict[str, Callable[[Row], float | None]] = {
 """What series.json has besides, and no picture."""
 _POSITIONS = {"mean_abs_dlogp": "mean |dlogp|", "gen_kl_error": "KL(rollout || training)"}
 _ENDS = ("reward at the end", "held-out accuracy at the end")
-_PLACES = ("out", "shared", "time_budget")
-"""Options that say where and how long a run was made, not what it is."""
+_PLACES = ("out", "shared", "time_budget", "checkpoint_every", "tensorboard", "transport")
+"""Options that say where and how a run was made, not what it is."""
+_OF_A_RUN = ("seed", "steps", "precision", "operators", "ablate", "rollout_scales", "truncate_ratios")
+"""Options in which runs of a study may differ."""
 PHASES = (
     *("rollout", "sync_quantize", "sync_send_and_load", "log_prob", "reference"),
-    *("forward", "backward", "optimizer", "evaluate"),
+    *("forward", "backward", "optimizer"),
 )
 
 
@@ -61,6 +64,9 @@ def main() -> None:
         parser.error(f"{options.study}: no runs there, name the folder that was --out of benchmarks.rl.run")
     if options.last < 1:
         parser.error(f"--last {options.last}: use 1 or more")
+    differing = differing_options([run for found in runs.values() for run in found])
+    if differing:
+        parser.error(f"{options.study}: its runs differ in {', '.join(differing)}, so they are not to be compared")
     out = options.out or options.study
     out.mkdir(parents=True, exist_ok=True)
     summary = {variant: summarize(found, options.last) for variant, found in runs.items()}
@@ -78,22 +84,36 @@ def main() -> None:
         print(out / name)
 
 
+def differing_options(runs: Iterable[RunFolder]) -> list[str]:
+    """Names of options in which runs differ, and runs of one study may not."""
+    values: dict[str, set[str]] = {}
+    for run in runs:
+        for name, value in run.options().items():
+            values.setdefault(name, set()).add(json.dumps(value))
+    return sorted(name for name in set(values) - {*_PLACES, *_OF_A_RUN} if len(values[name]) > 1)
+
+
 def summarize(runs: Sequence[RunFolder], last: int) -> dict[str, Any]:
     """Numbers of a variant: means over its seeds, and standard deviations where there are two or more."""
-    steps = [[row for row in run.rows() if "reward" in row] for run in runs]
-    everything = [row for rows in steps for row in rows]
+    steps = {run.seed: [row for row in run.rows() if "reward" in row] for run in runs}
+    everything = [row for rows in steps.values() for row in rows]
     errors = [row["mismatch"] for row in everything]
-    accuracy = [[row["held_out_accuracy"] for row in run.rows() if "held_out_accuracy" in row] for run in runs]
+    held_out = {run.seed: [row for row in run.rows() if "held_out_accuracy" in row] for run in runs}
+    starts = [rows[0]["held_out_accuracy"] for rows in held_out.values() if rows and rows[0]["step"] == 0]
     # The first step of a sitting compiles and captures; the median does not mind.
     seconds = {name: _median(row["seconds"].get(name, 0.0) for row in everything) for name in (*PHASES, "step")}
     return {
         "options": {name: value for name, value in runs[0].options().items() if name not in _PLACES},
-        "seeds": [run.seed for run in runs],
-        "steps": [len(rows) for rows in steps],
-        "reward at the start": _spread([rows[0]["reward"] for rows in steps if rows]),
-        "reward at the end": _of_seeds([_mean(row["reward"] for row in rows[-last:]) for rows in steps if rows]),
-        "held-out accuracy at the start": _spread([values[0] for values in accuracy if values]),
-        "held-out accuracy at the end": _of_seeds([values[-1] for values in accuracy if values]),
+        "seeds": list(steps),
+        "steps": [len(rows) for rows in steps.values()],
+        "reward at the start": _spread([rows[0]["reward"] for rows in steps.values() if rows]),
+        "reward at the end": _of_seeds(
+            {seed: _mean(row["reward"] for row in rows[-last:]) for seed, rows in steps.items() if rows}
+        ),
+        "held-out accuracy at the start": _spread(starts),
+        "held-out accuracy at the end": _of_seeds(
+            {seed: rows[-1]["held_out_accuracy"] for seed, rows in held_out.items() if rows}
+        ),
         "tokens": sum(found["tokens"] for found in errors),
         "tokens_differing": sum(found["tokens_differing"] for found in errors),
         "steps_exactly_equal": sum(
@@ -111,8 +131,8 @@ def summarize(runs: Sequence[RunFolder], last: int) -> dict[str, Any]:
 def tables(summary: dict[str, dict[str, Any]], last: int) -> str:
     """The summary in Markdown."""
     parts = [_table(summary, f"Learning (the end is the mean of the last {last} steps)", _learning)]
-    base = summary.get("bf16", {"seeds": []})
-    paired = {name: found for name, found in summary.items() if found is not base and found["seeds"] == base["seeds"]}
+    base = summary.get("bf16", {"seeds": [], "steps": []})
+    paired = {name: found for name, found in summary.items() if found is not base and _pairs(found, base)}
     if paired:
         parts.append(_table(paired, "Minus bf16 with the same seed", lambda found: _minus(found, base)))
     parts.append(_table(summary, "Mismatch of training and rollout, over all steps", _mismatch))
@@ -126,9 +146,19 @@ def _learning(found: dict[str, Any]) -> dict[str, str]:
     return {"seeds": str(len(found["seeds"])), "steps": _range(found["steps"]), **shown}
 
 
+def _pairs(found: dict[str, Any], base: dict[str, Any]) -> list[int]:
+    """Seeds that both have, to the same step."""
+    both = {*zip(found["seeds"], found["steps"], strict=True)} & {*zip(base["seeds"], base["steps"], strict=True)}
+    return sorted(seed for seed, _ in both)
+
+
 def _minus(found: dict[str, Any], base: dict[str, Any]) -> dict[str, str]:
-    pairs = {name: zip(found[name]["seeds"], base[name]["seeds"], strict=True) for name in _ENDS}
-    return {name: _shown(_spread([a - b for a, b in values])) for name, values in pairs.items()}
+    shown = {"seeds": ", ".join(map(str, _pairs(found, base)))}
+    for name in _ENDS:
+        ours, theirs = found[name]["seeds"], base[name]["seeds"]
+        seeds = [seed for seed in _pairs(found, base) if seed in ours and seed in theirs]
+        shown[name] = _shown(_spread([ours[seed] - theirs[seed] for seed in seeds]))
+    return shown
 
 
 def _mismatch(found: dict[str, Any]) -> dict[str, str]:
@@ -205,7 +235,8 @@ def draw_series(series: Series, shape: tuple[int, int], axis: str, path: Path) -
         axes.set_title(title, fontsize=10)
         axes.set_xlabel(axis)
         if title in _LOGARITHMIC:
-            axes.set_yscale("log")
+            # Linear below that: the first KL is 0.
+            axes.set_yscale("symlog", linthresh=1e-3)
     _save(figure, path)
 
 
@@ -255,8 +286,8 @@ def _median(values: Iterable[float]) -> float:
     return statistics.median(found) if found else 0.0
 
 
-def _of_seeds(values: list[float]) -> dict[str, Any]:
-    return {**_spread(values), "seeds": values}
+def _of_seeds(values: dict[int, float]) -> dict[str, Any]:
+    return {**_spread(list(values.values())), "seeds": values}
 
 
 def _spread(values: list[float]) -> dict[str, float | None]:

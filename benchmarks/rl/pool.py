@@ -85,9 +85,11 @@ def run_all(jobs: Sequence[Job], where: Sequence[Place], may_go_on: Callable[[],
                 waiting[0].may_start = lambda: True
             time.sleep(_POLL_SECONDS if running else 0)
     finally:
-        for job in running.values():
-            assert job.process is not None
-            job.process.terminate()
+        processes = [job.process for job in running.values() if job.process is not None]
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait()
     return failed
 
 

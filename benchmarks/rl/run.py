@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ _SHORTEST = 60.0
 
 def main() -> None:
     """Command line; the status is 1 if a run failed, and 0 also where some are left for another sitting."""
+    # As Ctrl-C: the runs are ended as well.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     started = time.monotonic()
     own, more = _split(sys.argv[1:])
     options, parser = _options(own)

@@ -53,8 +53,9 @@ class RunFolder:
     def rows(self) -> list[dict[str, Any]]:
         """Its metrics, a row for each step that is done, and one behind the last."""
         path = self.path / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.is_file() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+        # The last one may be half written.
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def is_complete(self, steps: int) -> bool:
         """Whether it has come to the end of its steps, and of no fewer than these."""
@@ -73,7 +74,8 @@ def found_in(study: Path) -> dict[str, list[RunFolder]]:
     """The runs that a study's folder has, by variant, in the order of `VARIANTS`."""
     found = {}
     for variant in VARIANTS:
-        seeds = sorted(int(path.parent.name[4:]) for path in (study / variant).glob("seed*/metrics.jsonl"))
+        names = [path.parent.name[4:] for path in (study / variant).glob("seed*/metrics.jsonl")]
+        seeds = sorted(int(name) for name in names if name.isdecimal())
         if seeds:
             found[variant] = [RunFolder(study, variant, seed) for seed in seeds]
     return found

@@ -17,6 +17,7 @@ from examples.grpo.options import BF16, Options
 from examples.grpo.policy import Policy, Sample, advantages
 from examples.grpo.task import Problem, Task
 from jetrl_megatron.sync import HostSource, JetRLWeightSynchronizer
+from jetrl_megatron.verify.files import write_whole
 from jetrl_megatron.verify.live_engine import LiveEngine, live_request
 from jetrl_megatron.verify.logprobs import LogProbs
 from jetrl_megatron.verify.model import load_training_state, save_training_state, saved_steps
@@ -29,10 +30,9 @@ class Log:
 
     def __init__(self, options: Options, first: int) -> None:
         self._path = options.folder / "metrics.jsonl"
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        lines = self._path.read_text().splitlines(keepends=True) if self._path.exists() else []
         # What a killed run wrote behind its last checkpoint comes again.
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < first]
-        self._path.write_text("".join(line + "\n" for line in kept))
+        write_whole(self._path, "".join(li for li in lines if li.endswith("\n") and json.loads(li)["step"] < first))
         self._bar = tqdm(total=options.steps, initial=first, desc=options.precision, unit="step")
         self._writer: Any = None
         if options.tensorboard:

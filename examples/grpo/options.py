@@ -121,14 +121,15 @@ class Options:
     @property
     def checkpoint(self) -> Path:
         """What the rollout's engine starts from."""
-        ours = Path(self.shared or self.out).absolute() / f"rollout-{self.recipes[1].fingerprint}"
-        return self.hf_model if self.recipes[1] == BF16 else ours
+        name = re.sub(r"\W+", "-", f"rollout-{self.model}-{self.recipes[1].fingerprint}")
+        return self.hf_model if self.recipes[1] == BF16 else (Path(self.shared or self.out) / name).absolute()
 
     def require_resumable(self, before: dict[str, Any]) -> None:
         """Raises ValueError if the run in the folder was another one."""
         now = {name: value for name, value in dataclasses.asdict(self).items() if name not in _MAY_CHANGE}
         changed = "; ".join(f"{n}: {before.get(n)!r} there, {v!r} now" for n, v in now.items() if v != before.get(n))
         self._require(not changed, "out", f"holds a run with other options ({changed}): name another folder")
+        self._require(self.steps >= before.get("steps", 1), "steps", "the run in out was to have more, use no fewer")
 
 
 def parse(arguments: list[str] | None = None) -> Options:

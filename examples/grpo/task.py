@@ -47,7 +47,7 @@ class Task:
     def score(self, output: Sequence[int], problem: Problem) -> float:
         """Between 0 and 1; 1 is right. The answer is the last match of --answer, or in <answer> tags, or everything."""
         text = self._tokenizer.decode(output, skip_special_tokens=True).strip()
-        found = re.findall(self._options.answer, text) if self._options.answer else []
+        found = [match[0] for match in re.finditer(self._options.answer or "(?!)", text)]
         return float(self._data.score_answer((found or [extract_answer(text) or text])[-1], problem.entry))
 
     def _problem(self, entry: dict[str, Any]) -> Problem:

@@ -15,8 +15,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from examples.grpo.options import Options, parse
 from examples.grpo.task import dataset
-from jetrl_megatron.demo.models import WRITTEN, make_once
+from jetrl_megatron.demo.models import WRITTEN
 from jetrl_megatron.verify.environment import megatron_command, megatron_environment
+from jetrl_megatron.verify.files import hold, make_once, write_whole
 from jetrl_megatron.verify.hf_export import export_hf_folder
 from jetrl_megatron.verify.ranks import operators_of, process_group
 
@@ -37,7 +38,7 @@ def prepare(options: Options) -> None:
         raise ValueError(f"out={options.out!r}: holds something that is no run, name another folder")
     for folder in (options.folder, options.checkpoint.parent):
         folder.mkdir(parents=True, exist_ok=True)
-    known.write_text(json.dumps(dataclasses.asdict(options), indent=1))
+    write_whole(known, json.dumps(dataclasses.asdict(options), indent=1))
     make_once(options.hf_model, lambda out: WRITTEN[options.model](out))
     make_once(options.checkpoint, lambda out: export_hf_folder(options.hf_model, out, options.recipes[1]))
 
@@ -59,16 +60,13 @@ def main() -> None:
     started, options = time.time(), parse()
     try:
         prepare(options)
+        hold(options.folder)
     except ValueError as error:
         raise SystemExit(f"python -m examples.grpo.train: error: {error}") from error
     deadline = started + options.time_budget if options.time_budget else math.inf
     job = json.dumps({"options": dataclasses.asdict(options), "deadline": deadline})
-    environment = megatron_environment(options.tp, cuda=torch.cuda.is_available())
-    os.execve(
-        sys.executable,
-        megatron_command("examples.grpo.train", ["--job", job], options.tp),
-        {**os.environ, **environment},
-    )
+    environment = {**os.environ, **megatron_environment(options.tp, cuda=torch.cuda.is_available())}
+    os.execve(sys.executable, megatron_command("examples.grpo.train", ["--job", job], options.tp), environment)
 
 
 if __name__ == "__main__":

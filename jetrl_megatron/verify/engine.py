@@ -209,8 +209,7 @@ def _update(engine: LLM, request: EngineRequest, folder: Path) -> None:
     """Gives the engine the weights of another checkpoint of the same model, in place, as a trainer would."""
     if request.mode != "parity":
         engine.collective_rpc("jetrl_load", args=(str(folder),))
-        # Keys and values of the old weights must not serve the new ones.
-        engine.reset_prefix_cache()
+        _forget_prompts(engine)
         return
     from safetensors.torch import load_file
 
@@ -228,6 +227,12 @@ def _update(engine: LLM, request: EngineRequest, folder: Path) -> None:
     synchronizer.close()
 
 
+def _forget_prompts(engine: LLM) -> None:
+    """What was computed before must not serve a batch that is timed, nor new weights."""
+    if not engine.reset_prefix_cache():
+        raise RuntimeError("vLLM did not reset its prefix cache, although no request is under way")
+
+
 def _run_batch(engine: LLM, batch: Batch) -> tuple[Rollout, dict[str, Any]]:
     from vllm import SamplingParams
 
@@ -237,7 +242,7 @@ def _run_batch(engine: LLM, batch: Batch) -> tuple[Rollout, dict[str, Any]]:
     # A first step of this size may compile or capture. The batch itself must find no cached prompts.
     warm_up = SamplingParams(max_tokens=min(_WARM_UP_TOKENS, batch.tokens), **shared)
     engine.generate(prompts, warm_up, use_tqdm=False)
-    engine.reset_prefix_cache()
+    _forget_prompts(engine)
     started = time.perf_counter()
     outputs = engine.generate(prompts, SamplingParams(max_tokens=batch.tokens, **shared), use_tqdm=False)
     seconds = time.perf_counter() - started

@@ -17,14 +17,13 @@ from jetrl_megatron.convert.writer import check_out, export_config, write_export
 from jetrl_megatron.recipe import JETRL_FP8, Fp8BlockRecipe
 
 
-def export_hf_folder(hf_model: Path, out: Path, recipe: Fp8BlockRecipe = JETRL_FP8, *, force: bool = False) -> Path:
+def export_hf_folder(hf_model: Path, out: Path, recipe: Fp8BlockRecipe = JETRL_FP8) -> Path:
     """Quantises a Hugging Face folder with the function that training quantises with.
 
     Args:
         hf_model: folder with config.json and BF16 safetensors.
         out: folder to make; it appears when it is complete.
         recipe: how to quantise, and which linears stay BF16.
-        force: replace an export that is there already.
 
     Returns:
         `out`.
@@ -32,7 +31,7 @@ def export_hf_folder(hf_model: Path, out: Path, recipe: Fp8BlockRecipe = JETRL_F
     Raises:
         ValueError: a file is missing or damaged, or the architecture is not supported. Nothing is left behind.
     """
-    check_out(out, force=force)
+    check_out(out, force=False)
     hf = open_hf_model(hf_model)
     mapping = HfMapping(hf)
     files = tensor_files(hf_model)
@@ -50,5 +49,4 @@ def export_hf_folder(hf_model: Path, out: Path, recipe: Fp8BlockRecipe = JETRL_F
         plan=plan,
         config=export_config(hf, recipe, plan),
         files=hf.files(None),
-        force=force,
     )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jetrl_megatron.verify.files import whole_file, write_whole
 from jetrl_megatron.verify.logprobs import LogProbs, curve, markdown_table
 from jetrl_megatron.verify.requests import VARIANTS
 
@@ -153,8 +153,7 @@ class VerifyReport:
 
     def write_json(self, path: Path) -> None:
         """Writes `to_dict`; numbers that are not finite, which JSON has not, become null."""
-        with _complete(path) as unfinished:
-            unfinished.write_text(json.dumps(_finite(self.to_dict()), indent=1, allow_nan=False) + "\n")
+        write_whole(path, json.dumps(_finite(self.to_dict()), indent=1, allow_nan=False) + "\n")
 
     def write_plot(self, path: Path) -> None:
         """Draws mean |dlogp| and KL against token position; zero has a place below the smallest difference."""
@@ -176,19 +175,8 @@ class VerifyReport:
             panels[0].legend(fontsize="small")
         panels[0].set_title(f"{self.about.get('model', '')}: training against rollout".lstrip(": "))
         panels[-1].set_xlabel("generated token")
-        with _complete(path) as unfinished:
+        with whole_file(path) as unfinished:
             figure.savefig(unfinished, dpi=120)
-
-
-@contextlib.contextmanager
-def _complete(path: Path) -> Iterator[Path]:
-    """A file beside the path that takes its place when it is complete."""
-    unfinished = path.with_name(f".{path.stem}.unfinished{path.suffix}")
-    try:
-        yield unfinished
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _finite(value: Any) -> Any:

@@ -94,6 +94,16 @@ def test_prepare_resumes_the_same_run_alone(tmp_path: Path) -> None:
     prepare(dataclasses.replace(options, steps=500, time_budget=60.0))
     with pytest.raises(ValueError, match=r"holds a run with other options \(kl: 0.001 there, 0.5 now\)"):
         prepare(dataclasses.replace(options, kl=0.5))
+    with pytest.raises(ValueError, match="steps=499: the run in out was to have more, use no fewer"):
+        prepare(dataclasses.replace(options, steps=499))
+
+
+def test_rollouts_of_other_models_have_other_checkpoints(tmp_path: Path) -> None:
+    """They share a folder, and differ in more than weights, which alone are replaced while an engine runs."""
+    tiny = Options(out="x", shared=str(tmp_path), model="tiny")
+    others = [dataclasses.replace(tiny, model="a/tiny"), dataclasses.replace(tiny, rollout_scales="fp32")]
+    assert len({options.checkpoint for options in (tiny, *others)}) == 3
+    assert {options.checkpoint.parent for options in (tiny, *others)} == {tmp_path}
 
 
 def test_advantages_are_standard_scores_of_each_group_close() -> None:
@@ -205,6 +215,15 @@ def test_task_takes_the_last_match_of_a_pattern_for_the_answer(tiny: Path) -> No
     from transformers import AutoTokenizer
 
     task = _task(tiny, answer="[a-z]+")
+    problem = task.problems[0]
+    said = AutoTokenizer.from_pretrained(str(tiny)).encode(f"it is {problem.entry['answer'].lower()} .")
+    assert task.score(said, problem) == 1.0
+
+
+def test_task_takes_the_whole_match_of_a_pattern_with_groups(tiny: Path) -> None:
+    from transformers import AutoTokenizer
+
+    task = _task(tiny, answer="(x|y)?[a-z]+")
     problem = task.problems[0]
     said = AutoTokenizer.from_pretrained(str(tiny)).encode(f"it is {problem.entry['answer'].lower()} .")
     assert task.score(said, problem) == 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.rl.plot import collect, over_positions, summarize, tables
+from benchmarks.rl.plot import collect, differing_options, over_positions, summarize, tables
 from benchmarks.rl.pool import Job, Place, places, run_all
 from benchmarks.rl.variants import PRECISIONS, VARIANTS, RunFolder, found_in, runs_of
 from examples.grpo.options import parse
@@ -76,27 +77,37 @@ def test_run_is_complete_with_the_row_behind_its_last_step(study: Path) -> None:
 
 def test_summary_has_means_and_deviations_over_seeds(study: Path) -> None:
     found = summarize(found_in(study)["jetrl_fp8"], last=1)
-    assert found["reward at the end"] == {"mean": 0.75, "std": pytest.approx(0.5 / 2**0.5), "seeds": [0.5, 1.0]}
+    assert found["reward at the end"] == {"mean": 0.75, "std": pytest.approx(0.5 / 2**0.5), "seeds": {0: 0.5, 1: 1.0}}
     assert found["held-out accuracy at the end"]["mean"] == 0.75
     assert (found["steps_exactly_equal"], found["tokens"], found["tokens_differing"]) == (4, 40, 0)
     assert found["median seconds"]["rollout"] == 1.5
     baseline = summarize(found_in(study)["bf16"], last=10)
     assert baseline["steps_exactly_equal"] == 0
-    assert baseline["reward at the end"] == {"mean": 0.25, "std": None, "seeds": [0.25]}
+    assert baseline["reward at the end"] == {"mean": 0.25, "std": None, "seeds": {0: 0.25}}
     text = tables({"bf16": baseline, "jetrl_fp8": found}, 1)
     assert "| jetrl_fp8 | 0 of 40 | 4 of 4 | 1 ± 0 | 1 | 0 ± 0 |" in text
     assert "| bf16 | 9 of 10 | 0 of 1 | 1.5 | 1.5 | 0.01 |" in text
 
 
-def test_table_pairs_runs_with_bf16_of_the_same_seeds(study: Path) -> None:
+def test_table_pairs_runs_with_bf16_of_the_same_seed_and_length(study: Path) -> None:
     end = {"step": 2, "held_out_accuracy": 0.25, "seconds": {}}
     write(RunFolder(study, "bf16", 1), [row(0, 0.25), row(1, 0.25), end])
-    found = found_in(study)
-    with (found["bf16"][0].path / "metrics.jsonl").open("a") as file:
-        file.write(f"\n{json.dumps(end)}\n")
-    text = tables({name: summarize(runs, last=1) for name, runs in found.items()}, 1)
+    text = tables({name: summarize(runs, last=1) for name, runs in found_in(study).items()}, 1)
     part = text[text.index("### Minus bf16") : text.index("### Mismatch")]
-    assert "| jetrl_fp8 | 0.5 ± 0.35 | 0.5 ± 0.35 |" in part and "| bf16 |" not in part
+    # With seed 0 bf16 has come to its first step alone.
+    assert "| jetrl_fp8 | 1 | 0.75 | 0.75 |" in part and "| bf16 |" not in part
+
+
+def test_accuracy_at_the_start_is_that_of_the_first_step(study: Path) -> None:
+    assert summarize(found_in(study)["jetrl_fp8"], last=1)["held-out accuracy at the start"]["mean"] is None
+
+
+def test_runs_with_other_options_are_not_compared(study: Path) -> None:
+    for seed, rate in ((0, 1e-5), (1, 1e-6)):
+        path = RunFolder(study, "jetrl_fp8", seed).path / "options.json"
+        path.write_text(json.dumps({"steps": 2, "seed": seed, "learning_rate": rate, "out": str(path)}))
+    assert differing_options(found_in(study)["jetrl_fp8"]) == ["learning_rate"]
+    assert differing_options(found_in(study)["jetrl_fp8"][:1]) == []
 
 
 def test_over_positions_weighs_by_tokens_exact() -> None:
@@ -183,6 +194,19 @@ def test_pool_runs_beside_each_other_and_tells_who_failed(tmp_path: Path) -> Non
     # Somebody who waits for nobody that runs is let go.
     assert run_all([job("third", "pass", lambda: False)], places([], 1)) == [] and ended[-1] == "third"
     assert run_all([job("fourth", "pass")], places([], 1), lambda: False) == [] and "fourth" not in ended
+
+
+def test_pool_that_is_ended_ends_its_processes(tmp_path: Path) -> None:
+    job = Job("long", lambda: [sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "log")
+
+    def end() -> bool:
+        if job.process is not None:
+            raise SystemExit(143)
+        return True
+
+    with pytest.raises(SystemExit):
+        run_all([job], places([], 1), end)
+    assert job.process is not None and job.process.returncode == -signal.SIGTERM
 
 
 def call(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
