@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +19,6 @@ from benchmarks.rl.plot import collect, differing_options, over_positions, summa
 from benchmarks.rl.pool import Job, Place, places, run_all
 from benchmarks.rl.variants import PRECISIONS, VARIANTS, RunFolder, found_in, runs_of
 from examples.grpo.options import parse
-
-ROOT = Path(__file__).parents[2]
 
 
 def row(step: int, reward: float, error: float = 1.0) -> dict[str, Any]:
@@ -45,6 +45,33 @@ def write(run: RunFolder, rows: list[dict[str, Any]], end: str = "") -> RunFolde
     run.path.mkdir(parents=True)
     (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
     (run.path / "options.json").write_text(json.dumps({"steps": len(rows)}))
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    status: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """Runs `python -m benchmarks.rl.COMMAND`, in this process: another one would spend its time on imports."""
+
+    def run(command: str, *arguments: str) -> Done:
+        module = importlib.import_module(f"benchmarks.rl.{command}")
+        monkeypatch.setattr(sys, "argv", [module.__file__, *arguments])
+        # The command's own handler must not stay behind.
+        monkeypatch.setattr(module, "signal", SimpleNamespace(signal=lambda *_: None, SIGTERM=signal.SIGTERM), False)
+        status = 0
+        try:
+            module.main()
+        except SystemExit as end:
+            assert isinstance(end.code, int), end.code
+            status = end.code
+        return Done(status, *capsys.readouterr())
+
     return run
 
 
@@ -120,10 +147,10 @@ def test_collect_puts_seeds_side_by_side_in_order() -> None:
     assert collect([{2: 1.0, 1: 3.0}, {2: 5.0}]) == {1: [3.0], 2: [1.0, 5.0]}
 
 
-def test_plot_writes_tables_and_pictures(study: Path, tmp_path: Path) -> None:
+def test_plot_writes_tables_and_pictures(call: Callable[..., Done], study: Path, tmp_path: Path) -> None:
     out = tmp_path / "drawn"
     done = call("plot", str(study), "--out", str(out))
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.stderr
     names = {"curves.png", "phases.png", "positions.png", "series.json", "study.json", "study.md"}
     assert {path.name for path in out.iterdir()} == names
     assert set(json.loads((out / "study.json").read_text())["variants"]) == {"bf16", "jetrl_fp8"}
@@ -150,24 +177,28 @@ def test_plot_writes_tables_and_pictures(study: Path, tmp_path: Path) -> None:
         ("run", ["--out", "x", "--", "--steps", "0"], "steps=0: use 1 or more"),
     ],
 )
-def test_wrong_arguments_are_refused(command: str, arguments: list[str], message: str, tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused(
+    call: Callable[..., Done], command: str, arguments: list[str], message: str
+) -> None:
     done = call(command, *arguments)
-    assert done.returncode == 2 and message in done.stderr
+    assert done.status == 2 and message in done.stderr
 
 
-def test_run_leaves_complete_runs_alone_and_clears_their_working_folders(study: Path) -> None:
+def test_run_leaves_complete_runs_alone_and_clears_their_working_folders(
+    call: Callable[..., Done], study: Path
+) -> None:
     (study / "jetrl_fp8/seed0/checkpoints").mkdir()
     before = (study / "jetrl_fp8/seed0/metrics.jsonl").read_text()
     done = call("run", "--out", str(study), "--variants", "jetrl_fp8", "--seeds", "0,1", "--", "--steps", "2")
-    assert done.returncode == 0 and "2 of 2 runs complete" in done.stdout, done.stderr
+    assert done.status == 0 and "2 of 2 runs complete" in done.stdout, done.stderr
     assert (study / "jetrl_fp8/seed0/metrics.jsonl").read_text() == before
     assert not (study / "jetrl_fp8/seed0/checkpoints").exists()
 
 
-def test_run_that_is_complete_is_not_begun_anew_for_more_steps(study: Path) -> None:
+def test_run_that_is_complete_is_not_begun_anew_for_more_steps(call: Callable[..., Done], study: Path) -> None:
     before = (study / "jetrl_fp8/seed0/metrics.jsonl").read_text()
     done = call("run", "--out", str(study), "--variants", "jetrl_fp8", "--seeds", "0", "--", "--steps", "3")
-    assert done.returncode == 2 and "came to the end of its 2 steps and keeps no checkpoint" in done.stderr
+    assert done.status == 2 and "came to the end of its 2 steps and keeps no checkpoint" in done.stderr
     assert (study / "jetrl_fp8/seed0/metrics.jsonl").read_text() == before
 
 
@@ -207,8 +238,3 @@ def test_pool_that_is_ended_ends_its_processes(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         run_all([job], places([], 1), end)
     assert job.process is not None and job.process.returncode == -signal.SIGTERM
-
-
-def call(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-W", "ignore", "-m", f"benchmarks.rl.{command}", *arguments]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
