@@ -65,7 +65,7 @@ class RandomModel:
         tensors = {}
         for name, parameter in model.state_dict().items():
             noise = torch.randn(parameter.shape, generator=generator, device=device)
-            weight = _scaled(name, noise).to(torch.bfloat16)
+            weight = scaled(name, noise).to(torch.bfloat16)
             if recipe is not None and name.endswith("proj.weight"):
                 codes = quantize_weight(weight, recipe)
                 tensors[name] = codes.data.cpu().contiguous()
@@ -89,7 +89,8 @@ class RandomModel:
         return out
 
 
-def _scaled(name: str, noise: torch.Tensor) -> torch.Tensor:
+def scaled(name: str, noise: torch.Tensor) -> torch.Tensor:
+    """A parameter of this name, from standard normal numbers of its shape."""
     if "norm" in name:
         return 1 + 0.1 * noise
     if name.endswith("bias"):

@@ -8,9 +8,10 @@ token position) and phases.png (where a step's time goes).
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,7 @@ _PLACES = ("out", "shared", "time_budget", "checkpoint_every", "tensorboard", "t
 """Options that say where and how a run was made, not what it is."""
 _OF_A_RUN = ("seed", "steps", "precision", "operators", "ablate", "rollout_scales", "truncate_ratios")
 """Options in which runs of a study may differ."""
-PHASES = (
-    *("rollout", "sync_quantize", "sync_send_and_load", "log_prob", "reference"),
-    *("forward", "backward", "optimizer"),
-)
+PHASES = ("rollout", "sync_quantize", "sync_send_and_load", "log_prob", "reference", "forward", "backward", "optimizer")
 
 
 def main() -> None:
@@ -70,8 +68,12 @@ def main() -> None:
     out = options.out or options.study
     out.mkdir(parents=True, exist_ok=True)
     summary = {variant: summarize(found, options.last) for variant, found in runs.items()}
-    curves, positions = by_step(runs, _CURVES), {title: by_position(runs, name) for name, title in _POSITIONS.items()}
-    more = lines("step", by_step(runs, _LISTED)) + lines("position", {"tokens by position": by_position(runs)})
+    curves = by_step(runs, _CURVES)
+    positions = {
+        title: by_position(runs, functools.partial(over_positions, name=name)) for name, title in _POSITIONS.items()
+    }
+    counts = {"tokens by position": by_position(runs, tokens_by_position)}
+    more = lines("step", by_step(runs, _LISTED)) + lines("position", counts)
     (out / "study.json").write_text(json.dumps({"last": options.last, "variants": summary}, indent=1) + "\n")
     (out / "study.md").write_text(tables(summary, options.last))
     (out / "series.json").write_text(
@@ -153,11 +155,11 @@ def _pairs(found: dict[str, Any], base: dict[str, Any]) -> list[int]:
 
 
 def _minus(found: dict[str, Any], base: dict[str, Any]) -> dict[str, str]:
-    shown = {"seeds": ", ".join(map(str, _pairs(found, base)))}
+    seeds = _pairs(found, base)
+    shown = {"seeds": ", ".join(map(str, seeds))}
     for name in _ENDS:
         ours, theirs = found[name]["seeds"], base[name]["seeds"]
-        seeds = [seed for seed in _pairs(found, base) if seed in ours and seed in theirs]
-        shown[name] = _shown(_spread([ours[seed] - theirs[seed] for seed in seeds]))
+        shown[name] = _shown(_spread([ours[seed] - theirs[seed] for seed in seeds if seed in ours and seed in theirs]))
     return shown
 
 
@@ -199,20 +201,31 @@ def by_step(runs: dict[str, list[RunFolder]], metrics: dict[str, Callable[[Row],
     }
 
 
-def by_position(runs: dict[str, list[RunFolder]], name: str | None = None) -> dict[str, dict[int, dict[int, float]]]:
-    """A measure of mismatch by token position, over all steps of a run; None: how many tokens it is a mean of."""
-    return {variant: {run.seed: over_positions(run.rows(), name) for run in found} for variant, found in runs.items()}
+def by_position(
+    runs: dict[str, list[RunFolder]], measure: Callable[[Sequence[Row]], Mapping[int, float]]
+) -> dict[str, dict[int, dict[int, float]]]:
+    """A measure by token position, over all steps of a run."""
+    return {variant: {run.seed: dict(measure(run.rows())) for run in found} for variant, found in runs.items()}
 
 
-def over_positions(rows: Iterable[Row], name: str | None) -> dict[int, float]:
-    """Mean of a measure over a run's tokens by position, None: their number; a range goes by its first position."""
-    sums: dict[int, float] = {}
+def over_positions(rows: Sequence[Row], name: str) -> dict[int, float]:
+    """Mean of a measure over a run's tokens by position; ranges of several widths go by their first position."""
+    tokens, sums = tokens_by_position(rows), dict[int, float]()
+    for part in _parts(rows):
+        sums[part["position"]] = sums.get(part["position"], 0.0) + part[name] * part["tokens"]
+    return {first: sums[first] / count for first, count in tokens.items()}
+
+
+def tokens_by_position(rows: Sequence[Row]) -> dict[int, int]:
+    """How many tokens such a mean is of, positions in order."""
     tokens: dict[int, int] = {}
-    for part in [part for row in rows for part in row.get("positions", ())]:
-        if name is not None:
-            sums[part["position"]] = sums.get(part["position"], 0.0) + part[name] * part["tokens"]
+    for part in _parts(rows):
         tokens[part["position"]] = tokens.get(part["position"], 0) + part["tokens"]
-    return {first: tokens[first] if name is None else sums[first] / tokens[first] for first in sorted(tokens)}
+    return dict(sorted(tokens.items()))
+
+
+def _parts(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    return [part for row in rows for part in row.get("positions", ())]
 
 
 def lines(axis: str, series: Series) -> list[str]:

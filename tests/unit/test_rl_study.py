@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.rl.plot import collect, differing_options, over_positions, summarize, tables
+from benchmarks.rl.plot import collect, differing_options, over_positions, summarize, tables, tokens_by_position
 from benchmarks.rl.pool import Job, Place, places, run_all
 from benchmarks.rl.variants import PRECISIONS, VARIANTS, RunFolder, found_in, runs_of
 from examples.grpo.options import parse
@@ -140,7 +140,7 @@ def test_runs_with_other_options_are_not_compared(study: Path) -> None:
 def test_over_positions_weighs_by_tokens_exact() -> None:
     rows = [row(0, 0.0, 1.5), row(1, 0.0, 2.0)]
     assert over_positions(rows, "mean_abs_dlogp") == {0: 0.75, 2: 1.0}
-    assert over_positions(rows, None) == {0: 8, 2: 6}
+    assert tokens_by_position(rows) == {0: 8, 2: 6}
 
 
 def test_collect_puts_seeds_side_by_side_in_order() -> None:
